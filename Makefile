@@ -55,16 +55,11 @@ install: $(VENV)/.with-train,dev
 test: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(TESTS)
 
-# Inductor's code for a CPU without vectors compiles in half the time.
-quick: export TORCHINDUCTOR_VEC_ISA_OK := 0
 quick: TESTS := $(QUICK)
 quick: test
 
 test-torch: test
 
-# Inductor's code for a CPU without vectors compiles in half the time, and vectors are not what a
-# torch of another version is tried for.
-test-internals: export TORCHINDUCTOR_VEC_ISA_OK := 0
 test-internals: TESTS := $(INTERNALS)
 test-internals: test
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -27,21 +26,12 @@ OWN = (
 )
 
 
-# The C++ compiler without optimization: it takes most of the time.
-QUICK = {
-    "TORCHINDUCTOR_DEBUG_COMPILE": "1",
-    "TORCHINDUCTOR_VEC_ISA_OK": "0",
-    "TORCHINDUCTOR_COMPILE_THREADS": "1",
-}
-
-
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
     """The changes by each case, seen by a fresh process."""
     file = tmp_path_factory.mktemp("state") / "changes.json"
     command = [sys.executable, "-m", "tests.support.neighbors_state", str(file)]
-    environment = {**os.environ, **QUICK}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Any] = json.loads(file.read_text())
     return found
@@ -71,9 +61,8 @@ def compiled_models(folder: Path, which: str) -> dict[str, Any]:
     """The output of `neighbors_models`. Both processes share the folder of compiled objects, so the
     C++ compiler compiles equal sources once."""
     file = folder / f"{which}.pt"
-    environment = {**os.environ, **QUICK, "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
     command = [sys.executable, "-m", "tests.support.neighbors_models", str(file), which]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Any] = torch.load(file)
     return found

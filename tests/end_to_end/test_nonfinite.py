@@ -62,6 +62,7 @@ def test_other_tokens_do_not_see_it(recipe, value) -> None:
     check(recipe, "cpu", value, inner="eager")
 
 
+@pytest.mark.usefixtures("vectors")
 def test_through_inductor() -> None:
     check("quartet2", "cpu", torch.nan)
 

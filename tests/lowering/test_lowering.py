@@ -82,6 +82,16 @@ def assert_same_bits(got, want) -> None:
     ],
 )
 def test_the_reference_s_bits(scheme, shape, monkeypatch) -> None:
+    check_the_reference_s_bits(scheme, shape, monkeypatch)
+
+
+@pytest.mark.usefixtures("vectors")
+@pytest.mark.parametrize("scheme", [FOUR_SIX, "nvfp4_search", "mxfp4_rceil_32x32"])
+def test_the_reference_s_bits_by_vectors(scheme, monkeypatch) -> None:
+    check_the_reference_s_bits(scheme, (64, 256), monkeypatch)
+
+
+def check_the_reference_s_bits(scheme, shape, monkeypatch) -> None:
     lower_on_cpu(monkeypatch)
     x = matrix(*shape)
     torch._dynamo.reset()

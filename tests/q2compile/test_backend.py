@@ -86,6 +86,7 @@ def test_gradients_point_where_the_unquantized_ones_do(inner):
         assert F.cosine_similarity(grad.flatten(), parameter.grad.flatten(), 0) > 0.85
 
 
+@pytest.mark.usefixtures("vectors")
 def test_inductor_and_eager_agree():
     """Same codes, same random bits. Inductor only re-associates fp32 pointwise ops and reductions,
     which sometimes moves a value across a rounding boundary: 1e-3 of the norm."""

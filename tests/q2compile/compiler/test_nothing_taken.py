@@ -115,7 +115,7 @@ def run(name: str, train: bool, **how: Any) -> list[Tensor]:
     torch.manual_seed(0)
     model = MODELS[name]().bfloat16()
     x = torch.randn(T, K).bfloat16().requires_grad_(train)
-    with inductor_config.patch(force_disable_caches=True), torch.set_grad_enabled(train):
+    with inductor_config.patch(fx_graph_cache=False), torch.set_grad_enabled(train):
         y = torch.compile(model, **how)(x)
     if not train:
         return [y]

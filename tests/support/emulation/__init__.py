@@ -8,10 +8,11 @@ manual, that memory is ordered as the code assumes, and how fast a kernel is.
 
 import ctypes
 import functools
+import hashlib
+import os
 import shutil
 import struct
 import subprocess
-import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -81,14 +82,16 @@ def serve(
 
 
 @functools.cache
-def _folder() -> tempfile.TemporaryDirectory:
-    """The folder of built libraries, with cuda.h precompiled, which takes a third of their
-    compilation."""
-    folder = tempfile.TemporaryDirectory(prefix="q2-emulation-")
-    shutil.copy(HERE / "cuda.h", folder.name)
+def _folder() -> Path:
+    """The folder of the libraries that all processes of this run build, and in a folder of this
+    process cuda.h precompiled, which takes a third of their compilation."""
+    folder = Path(os.environ["TESTS_COMPILED"]) / "emulation"
+    own = folder / str(os.getpid())
+    own.mkdir(parents=True)
+    shutil.copy(HERE / "cuda.h", own)
     header = [*_COMPILER, "-x", "c++-header", "cuda.h", "-o", "cuda.h.gch"]
-    subprocess.run(header, cwd=folder.name, check=True)
-    return folder
+    subprocess.run(header, cwd=own, check=True)
+    return own
 
 
 @functools.cache
@@ -107,8 +110,13 @@ def library(
     defines: tuple[tuple[str, int], ...],
     headers: tuple[tuple[str, str], ...] = (),
 ) -> ctypes.CDLL:
-    """Compiles C++ that may include the .cuh files of runtime_kernels/cuda, for the CPU."""
-    folder = Path(_folder().name) / str(library.cache_info().misses)
+    """Compiles C++ that may include the .cuh files of runtime_kernels/cuda, for the CPU; for all
+    processes of a run once. The .cuh files do not change while tests run."""
+    key = hashlib.sha256(repr((source, defines, headers)).encode()).hexdigest()
+    built = _folder().parent / f"{key}.so"
+    if built.exists():
+        return ctypes.CDLL(str(built))
+    folder = _folder() / key
     folder.mkdir()
     for file in (*nvrtc.HEADERS.glob("*.cuh"), HERE / "ptx.cuh"):
         (folder / file.name).write_bytes(file.read_bytes())
@@ -118,4 +126,5 @@ def library(
     options = [f"-D{name}={value}" for name, value in defines]
     command = [*_COMPILER, "-shared", *options, "main.cpp", "-o", "kernel.so"]
     subprocess.run(command, cwd=folder, check=True)
-    return ctypes.CDLL(str(folder / "kernel.so"))
+    (folder / "kernel.so").replace(built)
+    return ctypes.CDLL(str(built))
