@@ -14,6 +14,7 @@ the other. Rank 0 prints one line of JSON for each recipe:
     per       those bytes for each gather of an element of its shards: [without, with]
     peak_mb   most memory allocated in a step; of a GPU
     ms        median step; the slower rank's
+    host_ms   median time until the host has enqueued a step; the slower rank's
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import q2compile
@@ -79,20 +80,25 @@ def train(args: argparse.Namespace, recipe: str, *, codes: bool) -> dict[str, An
         model = Model(block, args.layers)
     mesh = init_device_mesh(args.device, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    options = {"recipe": recipe, "inner": args.inner}
+    options: dict[str, Any] = {"recipe": recipe, "inner": args.inner}
+    if args.graphs:
+        options["inductor"] = {"triton.cudagraphs": True}
+    how: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
+    if args.offload:
+        how["offload_policy"] = CPUOffloadPolicy(pin_memory=args.device == "cuda")
     for layer in model.layers:
         layer.compile(backend="quartet2", options=options)
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=not args.keep)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(layer, reshard_after_forward=not args.keep, **how)
+    fully_shard(model, **how)
     wire = Wire()
     for module in (*model.layers, model):
         module.set_custom_all_gather(wire)
     if codes:
         q2compile.gather_codes(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=args.device == "cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     torch.manual_seed(1 + dist.get_rank())
     x = torch.randn(args.batch, args.length, width, device=device)
-    losses, times, sent, gradients = [], [], 0, []
+    losses, times, hosts, sent, gradients = [], [], [], 0, []
     for step in range(args.steps):
         if step == 3 and args.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -104,6 +110,7 @@ def train(args: argparse.Namespace, recipe: str, *, codes: bool) -> dict[str, An
             gradients = [local(p.grad).cpu() for p in model.parameters()]
         optimizer.step()
         optimizer.zero_grad()
+        hosts.append(time.perf_counter() - begin)
         times.append(now(args.device) - begin)
         losses.append(loss.item())
         sent = wire.bytes
@@ -115,6 +122,7 @@ def train(args: argparse.Namespace, recipe: str, *, codes: bool) -> dict[str, An
         "bytes": sent,
         "peak": torch.cuda.max_memory_allocated() if args.device == "cuda" else 0,
         "seconds": statistics.median(times[3:]),
+        "host": statistics.median(hosts[3:]),
     }
 
 
@@ -144,6 +152,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--offload", action="store_true", help="CPUOffloadPolicy")
+    parser.add_argument("--graphs", action="store_true", help="CUDA graphs")
     parser.add_argument("--keep", action="store_true", help="reshard_after_forward=False")
     args = parser.parse_args()
     if args.device == "cuda":
@@ -164,6 +174,7 @@ def main() -> None:
             ],
             "peak_mb": [round(r["peak"] / 1e6) for r in runs],
             "ms": [round(1e3 * slowest(r["seconds"], args.device), 2) for r in runs],
+            "host_ms": [round(1e3 * slowest(r["host"], args.device), 2) for r in runs],
         }
         if dist.get_rank() == 0:
             print(json.dumps({**row, **vars(args), "torch": torch.__version__}), flush=True)

@@ -168,16 +168,19 @@ def compiled_apart(
 
 
 @contextmanager
-def compiling_apart(example: torch.Tensor) -> Iterator[torch.Tensor]:
+def compiling_apart(*examples: torch.Tensor) -> Iterator[list[Any]]:
     """A graph that is compiled inside has its own records in AOTAutograd, apart from the graph for
-    which Dynamo called the backend. Yields ``example`` as a fake tensor of fixed sizes; torch's
-    caches need a ShapeEnv in its mode."""
+    which Dynamo called the backend. Yields ``examples`` as fake tensors of fixed sizes; torch's
+    caches need a ShapeEnv in their mode."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    fake = example if isinstance(example, FakeTensor) else None
-    mode = FakeTensorMode(shape_env=ShapeEnv()) if fake is None else fake.fake_mode
+    modes = [t.fake_mode for t in examples if isinstance(t, FakeTensor)]
+    mode = modes[0] if modes else FakeTensorMode(shape_env=ShapeEnv())
     with torch._guards.tracing(torch._guards.TracingContext(mode)):
-        yield mode.from_tensor(example, static_shapes=True) if fake is None else fake
+        yield [
+            t if isinstance(t, FakeTensor) else mode.from_tensor(t, static_shapes=True)
+            for t in examples
+        ]
 
 
 def skip_frames_of(function: Any) -> None:

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 # Its name from torch 2.13 on, where the older one warns.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _BEFORE, _AFTER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+_MOVE = "to"
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -60,8 +61,6 @@ def why_values(record: Any, group: Any) -> str:
         return "its tensor-parallel parts differ in size"
     if record._module_info.shared_modules:
         return "it is shared by several modules"
-    if record.offload_to_cpu:
-        return "CPUOffloadPolicy: torch moves the shard to the GPU as it is"
     if isinstance(group.post_forward_mesh_info, type(group.mesh_info)) and (
         group.post_forward_mesh_info != group.mesh_info
     ):
@@ -140,8 +139,10 @@ def sharded_dim(record: Any) -> int:
 
 
 def shard_of(record: Any) -> Tensor:
-    """This rank's shard, padded, in the dtype of the optimizer."""
+    """This rank's shard, padded, in the dtype of the optimizer and on the device of the gather:
+    under CPUOffloadPolicy a copy."""
     shard: Tensor = record._sharded_param_data
+    shard = shard.to(record.device, non_blocking=True)  # as FSDP2 does
     return shard.view(record.padded_sharded_param_size)
 
 
@@ -187,6 +188,9 @@ class Wire:
             self._values = self._values or list(self._record.all_gather_outputs)
             setattr(local, _BEFORE, self._pre)
             setattr(local, _AFTER, self._post)
+            if self._record.offload_to_cpu:
+                # FSDP2 looks the two up on a copy on the GPU, which has no attributes.
+                setattr(local, _MOVE, lambda *args, **kwargs: local)
             self._record._init_extensions()
 
     def detach(self) -> None:
@@ -195,6 +199,8 @@ class Wire:
         if getattr(local, _BEFORE, None) is not None:
             delattr(local, _BEFORE)
             delattr(local, _AFTER)
+            if self._record.offload_to_cpu:
+                delattr(local, _MOVE)
 
     def _pre(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
         """One argument: with five FSDP2 wants all that is sent to have the shape of the shard."""

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from q2compile.errors import ConfigError
 from q2compile.weight_cache import shard_codes
-from q2compile.weight_cache.sharded_weight import UNREAD, ShardedWeight
+from q2compile.weight_cache.shard_batch import Graphs, ShardBatch
+from q2compile.weight_cache.sharded_weight import UNREAD, ShardedWeight, Wanted
 
 _LEAST = -(2**31)
 
@@ -41,32 +42,40 @@ class Votes:
         self.weights, self._group, self._others = weights, group, others
         self._counted: Tensor | None = None  # of the last forward, on the host
         self._event: Any = None
+        self._agreed: list[Wanted | None] = []  # of which there are batches
+        self._batches: list[ShardBatch] = []
+        self._graphs: Graphs = {}
 
     def begin(self) -> None:
         """At the begin of each forward: agree, and quantize the shards of what is agreed on."""
         self._adopt()
-        device = self.weights[0].record.device
         votes = []
         for weight in self.weights:
             n = weight.number
             votes += [n, -n if n != UNREAD else _LEAST, int(n == UNREAD)]
-        found = [weight.quantize() for weight in self.weights if weight.agreed is not None]
-        agreeing = [weight for weight in self.weights if weight.agrees]
+            if weight.agreed is not None:
+                weight.begin_forward()
+        device = self.weights[0].record.device
         own = torch.tensor(votes, dtype=torch.int32).to(device, non_blocking=True)
-        both = own
-        if agreeing:
-            both = torch.cat([own, shard_codes.agreement([f for f in found if f is not None])])
+        found = [batch.agreement() for batch in self._batches if not batch.is_local]
+        both = torch.cat([own, *found])
         dist.all_reduce(both, dist.ReduceOp.MAX, group=self._group)
-        counted = both[: len(votes)]
+        counted, *agreed = both.split([len(own), *map(len, found)])
         for group in self._others:
             dist.all_reduce(counted, dist.ReduceOp.MAX, group=group)
         self._look(counted)
-        if agreeing:
-            numbers = both[len(votes) :].clone()
-            g = shard_codes.global_scale(numbers)
-            filling = shard_codes.filling(numbers, g, [weight.operand for weight in agreeing])
-            for weight, value, of_weight in zip(agreeing, filling, g.unbind(), strict=True):
-                weight.finish(value, of_weight.clone())
+        of_batch = iter(agreed)
+        for batch in self._batches:
+            batch.quantize(counted[:0] if batch.is_local else next(of_batch))
+
+    def _batch(self) -> None:
+        """Sort the weights whose codes are agreed on by what FSDP2 gathers at once."""
+        by_group: dict[Any, list[ShardedWeight]] = {}
+        for weight in self.weights:
+            if weight.agreed is not None:
+                local = shard_codes.is_local(weight.agreed.operand)
+                by_group.setdefault((id(weight.group), local), []).append(weight)
+        self._batches = [ShardBatch(weights, self._graphs) for weights in by_group.values()]
 
     def _look(self, counted: Tensor) -> None:
         if counted.device.type == "cpu":
@@ -93,6 +102,10 @@ class Votes:
         for weight, (most, _, unread) in zip(self.weights, counts, strict=True):
             if most != UNREAD and not unread:
                 weight.adopt(most)
+        agreed = [weight.agreed for weight in self.weights]
+        if agreed != self._agreed:
+            self._agreed = agreed
+            self._batch()
 
 
 def _differ(weights: Sequence[ShardedWeight]) -> str:

@@ -35,6 +35,9 @@ def gather_codes(model: nn.Module) -> int:
     the model has one more collective, a maximum of 16 bytes for each weight; and one more for each
     further dimension of the mesh (HSDP, tensor parallel).
 
+    Under ``CPUOffloadPolicy`` the codes are made on the GPU, of shards that are copied there twice
+    in a forward, and not in the backward.
+
     Parameters, optimizers, ``state_dict`` and checkpoints stay those of FSDP2. After ``.to()`` or
     ``load_state_dict(assign=True)`` the next forward attaches again.
 
@@ -45,8 +48,8 @@ def gather_codes(model: nn.Module) -> int:
 
         in the first two forwards, until all ranks have read the same codes (`exchange`);
         of a weight that something besides such a layer reads, in the graph or by a policy;
-        of a weight that is tied, on one rank alone, offloaded to the CPU, or fp16, or a DTensor
-            whose parts differ in size;
+        of a weight that is tied, on one rank alone, or fp16, or a DTensor whose parts differ in
+            size;
         of one whose shards do not hold whole blocks: with 16x16 (or 32x32) blocks, where a rank's
             rows are no multiple of 16 (or 32); along columns, where a rank's are no multiple of
             16, or of 32 in MXFP4;

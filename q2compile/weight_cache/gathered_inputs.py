@@ -85,24 +85,23 @@ class Gathered:
     ) -> Callable[..., Any]:
         """``compiled``, called with the weights' codes after its own inputs.
 
-        compile_form: makes a function of `Form.graph`, once for each form and shape: of the whole
-            weight, which is quantized while values are gathered, and of a shard; as a matrix.
+        compile_form: makes a function of a graph: of `Form.graph`, once for each form and shape, of
+            the whole weight, which is quantized while values are gathered; and of shards'.
         """
         makers: dict[Any, Callable[..., Any]] = {}
 
-        def maker(form: Form, w: Tensor, shape: tuple[int, ...]) -> Callable[..., Any]:
+        def maker(form: Form, w: Tensor) -> Callable[..., Any]:
             form = replace(form, transposed=False)
-            key = form, shape, w.dtype, w.device
+            key = form, w.shape, w.dtype, w.device
             if key not in makers:
-                with compiling_apart(w.new_empty(shape)) as like:
-                    makers[key] = compile_form(form.graph(), [like])
+                with compiling_apart(w.new_empty(w.shape)) as like:
+                    makers[key] = compile_form(form.graph(), like)
             return makers[key]
 
         taken = []
         for place, form in sites:
             w, layout = form.matrix(example_inputs[place]), self.weights[place].layout(form)
-            wanted = Wanted(form, layout, maker(form, w, layout.with_rows(form.operand)))
-            taken.append((place, wanted, maker(form, w, tuple(w.shape))))
+            taken.append((place, Wanted(form, layout, compile_form), maker(form, w)))
         places = {place for place, _ in sites}
         values = [place for place in self.weights if place not in places]
 

@@ -237,8 +237,8 @@ def with_codes(
         w = example_inputs[index]
         key = (form, w.shape, w.stride(), w.dtype, w.device)
         if key not in compiled_forms:
-            with compiling_apart(w.detach()) as example_input:
-                compiled_forms[key] = compile_form(form.graph(), [example_input])
+            with compiling_apart(w.detach()) as like:
+                compiled_forms[key] = compile_form(form.graph(), like)
         makers.append(compiled_forms[key])
 
     first = True

@@ -77,10 +77,6 @@ class Layout:
         """The shape of a shard as a matrix."""
         return self.shard[0] * self.shard[1]
 
-    def with_rows(self, operand: str) -> tuple[int, int]:
-        """The shape of `with_rows`."""
-        return self.rows + more_rows(operand), self.shard[2]
-
     def joined(self, gathered: Tensor, height: int) -> Tensor:
         """[ranks * rows / height, n], all shards' codes, or scales with one row for ``height`` of
         the weight's, as those of the whole weight."""
@@ -118,11 +114,10 @@ def why_not(operand: str, dtypes: Collection[torch.dtype], layout: Layout) -> st
     return ""
 
 
-def with_rows(shard: Tensor, operand: str, dtype: torch.dtype) -> Tensor:
-    """The matrix to quantize [R, K]: a copy of a shard in ``dtype``, with zeros in the rows that
-    `fill` fills."""
+def with_rows(shard: Tensor, operand: str) -> Tensor:
+    """The matrix to quantize [R, K]: a copy of a shard, and zeros in the rows that `fill` fills."""
     rows = shard.shape[0] + more_rows(operand)
-    copy = shard.new_zeros((rows, shard.shape[1]), dtype=dtype)
+    copy = shard.new_zeros((rows, shard.shape[1]))
     copy[: shard.shape[0]].copy_(shard)
     return copy
 
@@ -155,7 +150,7 @@ def agreement(found: Sequence[tuple[Tensor, Tensor | None]]) -> Tensor:
 def global_scale(agreed: Tensor) -> Tensor:
     """g of pow2 schemes by the maximum of the ranks: fp32 [weights]."""
     g = agreed.view(torch.float32)
-    return torch.where(g == 0, 1.0, g).masked_fill(g > _LARGEST_G, torch.nan)
+    return g.masked_fill(g == 0, 1.0).masked_fill(g > _LARGEST_G, torch.nan)
 
 
 def filling(agreed: Tensor, g: Tensor, operands: Sequence[str]) -> list[Tensor]:
@@ -171,6 +166,11 @@ def fill(rows: Tensor, count: int, operand: str, value: Tensor) -> None:
     if scheme_of(operand).global_scale == "exact":
         more = more[:, :1]
     more.copy_(value.expand_as(more))
+
+
+def parts(operand: str) -> int:
+    """How many tensors describe a weight: codes, block scales, the global scale, QuEST's mask."""
+    return 3 + scheme_of(operand).masked
 
 
 def of_shard(parts: Sequence[Tensor], count: int, operand: str) -> list[Tensor]:

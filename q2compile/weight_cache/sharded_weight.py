@@ -6,11 +6,12 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from q2compile.torch_internals import fsdp
@@ -19,23 +20,33 @@ from q2compile.weight_cache.cache import Form
 from q2compile.weight_cache.shard_codes import Layout
 
 Make = Callable[[Tensor], Sequence[Tensor]]
+Compile = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 # A rank's last read of a weight, if it did not read codes.
 UNREAD, VALUES = 0, 1
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Codes that a graph takes of weights cut so. make: quantizes a matrix of the shape of a shard
-    and its added rows, as `Form.graph` does."""
+    """Codes that a graph takes of weights cut so. compile: what compiled that graph."""
 
     form: Form
     layout: Layout
-    make: Make
+    compile: Compile = field(compare=False)
 
-    @property
+    @cached_property
     def number(self) -> int:
         """The same on ranks that want the same; neither UNREAD nor VALUES."""
         return zlib.crc32(repr(self.form).encode()) >> 2 | 2
+
+    @property
+    def operand(self) -> str:
+        """By which the codes are made."""
+        return self.form.operand
+
+    def quantized(self, rows: Tensor) -> Sequence[Tensor]:
+        """The parts of a matrix [R, K]."""
+        parts: list[Tensor] = torch.ops.q2.quantize_weight(rows, self.operand, self.form.dtype)
+        return parts
 
 
 class ShardedWeight:
@@ -50,7 +61,7 @@ class ShardedWeight:
 
     def __init__(self, name: str, record: Any, group: Any) -> None:
         self.name, self.why = name, fsdp.why_values(record, group)
-        self.record, self._group = record, group
+        self.record, self.group = record, group
         self.wanted: Wanted | None = None
         self.read = False
         self.agreed: Wanted | None = None
@@ -74,51 +85,14 @@ class ShardedWeight:
         elif not self._sent:  # a backward of codes may be still to come
             self._wire.detach()
 
-    @property
-    def agrees(self) -> bool:
-        """Whether its codes need a number of all ranks."""
-        return self.agreed is not None and not shard_codes.is_local(self.operand)
-
-    @property
-    def operand(self) -> str:
-        """By which its codes are made."""
-        assert self.agreed is not None
-        return self.agreed.form.operand
-
-    def quantize(self) -> tuple[Tensor, Tensor | None] | None:
-        """First of two steps, at the begin of a forward: what the ranks are to agree on."""
-        assert self.agreed is not None
+    def begin_forward(self) -> None:
+        """Its codes are to be made next."""
         self._wire.attach()
         self._fresh, self._values_too = True, False
-        operand, rows = self.operand, self._rows()
-        scheme = shard_codes.scheme_of(operand)
-        parts = None if scheme.global_scale == "exact" else self.agreed.make(rows)
-        if not self.agrees:
-            assert parts is not None
-            self._keep(parts)
-            return None
-        return shard_codes.found_in(parts, rows, operand)
 
-    def finish(self, filling: Tensor, g: Tensor) -> None:
-        """Second step: the codes under the global scale of the whole weight. g: for pow2 schemes.
-        The rows are recomputed: otherwise those of all weights would be alive between the steps."""
-        assert self.agreed is not None
-        rows = self._rows()
-        shard_codes.fill(rows, self.agreed.layout.rows, self.operand, filling)
-        self._keep(self.agreed.make(rows))
-        if shard_codes.scheme_of(self.operand).global_scale == "pow2":
-            self._global_scale = g
-
-    def _rows(self) -> Tensor:
-        assert self.agreed is not None
-        form = self.agreed.form
-        shard = form.matrix(fsdp.shard_of(self.record))
-        return shard_codes.with_rows(shard, form.operand, fsdp.dtype_of(self.record))
-
-    def _keep(self, parts: Sequence[Tensor]) -> None:
-        assert self.agreed is not None
-        self._sent = shard_codes.of_shard(parts, self.agreed.layout.rows, self.operand)
-        self._global_scale = parts[2]
+    def send(self, codes: list[Tensor], global_scale: Tensor) -> None:
+        """Send these in this forward and its backward. codes: of `shard_codes.of_shard`."""
+        self._sent, self._global_scale = codes, global_scale
 
     def end_forward(self) -> None:
         """Codes serve one forward, and its backward: then the optimizer may have stepped."""
@@ -126,18 +100,18 @@ class ShardedWeight:
 
     def _before_gather(self) -> tuple[list[Tensor], bool] | None:
         """The tensors that FSDP2 sends, and whether it sends the values, too."""
-        if fsdp.is_in_backward(self._group) and self._sent:
+        if fsdp.is_in_backward(self.group) and self._sent:
             both = self._values_too or self.agreed is None
             sent = self._sent
             if self.agreed is None:
                 self._sent = []
             return sent, both
-        if self._fresh and self.agreed is not None and fsdp.is_in_forward(self._group):
+        if self._fresh and self.agreed is not None and fsdp.is_in_forward(self.group):
             return self._sent, False
         return None  # a gather by hand, or a forward that did not begin in the model
 
     def parts(self, wanted: Wanted, make: Make) -> Sequence[Tensor]:
-        """The graph inputs for the gathered parameter. make: as `Wanted.make`, of all of it."""
+        """The graph inputs for the gathered parameter. make: quantizes all of it."""
         fits = self.layout(wanted.form) == wanted.layout
         self.wanted, self.read = (wanted if fits and not self.why else None), True
         agreed = self.agreed

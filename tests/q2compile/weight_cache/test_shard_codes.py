@@ -40,8 +40,7 @@ def gathered_codes(
     layout = Layout.of(w.shape, cut[0].shape, dim, transposed)
     assert not shard_codes.why_not(operand, {dtype}, layout)
     form, rows = Form(operand, dtype, transposed), layout.rows
-    shards = [shard_codes.with_rows(form.matrix(s), operand, w.dtype) for s in cut]
-    assert shards[0].shape == layout.with_rows(operand)
+    shards = [shard_codes.with_rows(form.matrix(s), operand) for s in cut]
     first = [whole_codes(s, operand, dtype) for s in shards]
     if scheme.global_scale != "none":
         pairs = zip(first, shards, strict=True)

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shards that FSDP2 gathers in one collective, quantized by two compiled graphs.
+
+Two calls for each layer, and not several for each weight: each call costs the host more than its
+kernels cost a GPU. Equal layers share the graphs. One layer's shards in the dtype of the gather are
+alive at a time; between the calls none is, so the second makes them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from q2compile.torch_internals import fsdp
+from q2compile.torch_internals.dynamo import compiling_apart
+from q2compile.weight_cache import shard_codes
+from q2compile.weight_cache.sharded_weight import ShardedWeight, Wanted
+
+Graphs = dict[Any, Callable[..., Any]]
+
+
+class ShardBatch:
+    """Weights of one group of FSDP2 whose codes all ranks take. All have a global scale, or none.
+
+    is_local  whether they have none, so that there is no `agreement`
+    graphs    compiled before, by what they depend on
+    """
+
+    def __init__(self, weights: Sequence[ShardedWeight], graphs: Graphs) -> None:
+        self.weights, self._graphs = weights, graphs
+        agreed = [weight.agreed for weight in weights]
+        self._wanted = [wanted for wanted in agreed if wanted is not None]
+        self.is_local = all(shard_codes.is_local(wanted.operand) for wanted in self._wanted)
+
+    def agreement(self) -> Tensor:
+        """The values that the ranks are to agree on: of `shard_codes.agreement`."""
+        shards = self._shards()
+        found: Tensor = self._graph(_agreement, shards)(*shards)[0]
+        return found
+
+    def quantize(self, agreed: Tensor) -> None:
+        """Make the codes under what the ranks agreed on; it is empty without a global scale."""
+        shards = self._shards()
+        made = iter(self._graph(_codes, [agreed, *shards])(agreed, *shards))
+        for weight, wanted in zip(self.weights, self._wanted, strict=True):
+            global_scale, *sent = [next(made) for _ in range(shard_codes.parts(wanted.operand))]
+            weight.send(sent, global_scale)
+
+    def _shards(self) -> list[Tensor]:
+        """In the dtype of the gather. Cast here, as FSDP2 casts: Inductor would fuse the cast with
+        the quantizer, and leave out the rounding."""
+        records = [weight.record for weight in self.weights]
+        return [fsdp.shard_of(record).to(fsdp.dtype_of(record)) for record in records]
+
+    def _graph(self, function: Callable[..., Any], inputs: list[Tensor]) -> Callable[..., Any]:
+        """``function`` of `_wanted` and the inputs, compiled."""
+        described = [(w.form, w.layout) for w in self._wanted]
+        kinds = [(t.shape, t.dtype, t.device) for t in inputs]
+        key = (function, *described, *kinds)
+        if key not in self._graphs:
+            with torch.no_grad(), compiling_apart(*inputs) as like:
+                of_inputs = partial(function, self._wanted)
+                traced = make_fx(of_inputs, tracing_mode="fake")(*like)
+                self._graphs[key] = self._wanted[0].compile(traced, like)
+        return self._graphs[key]
+
+
+def _agreement(wanted: Sequence[Wanted], *shards: Tensor) -> tuple[Tensor]:
+    found = []
+    for w, shard in zip(wanted, shards, strict=True):
+        rows = shard_codes.with_rows(w.form.matrix(shard), w.operand)
+        exact = shard_codes.scheme_of(w.operand).global_scale == "exact"
+        found.append(shard_codes.found_in(None if exact else w.quantized(rows), rows, w.operand))
+    return (shard_codes.agreement(found),)
+
+
+def _codes(wanted: Sequence[Wanted], agreed: Tensor, *shards: Tensor) -> tuple[Tensor, ...]:
+    """For each weight the global scale, and what `shard_codes.of_shard` returns."""
+    g = shard_codes.global_scale(agreed)
+    filling = shard_codes.filling(agreed, g, [w.operand for w in wanted]) if len(agreed) else ()
+    made: list[Tensor] = []
+    for i, (w, shard) in enumerate(zip(wanted, shards, strict=True)):
+        rows = shard_codes.with_rows(w.form.matrix(shard), w.operand)
+        if filling:
+            shard_codes.fill(rows, w.layout.rows, w.operand, filling[i])
+        parts = w.quantized(rows)
+        is_pow2 = shard_codes.scheme_of(w.operand).global_scale == "pow2"
+        made.append(g[i].clone() if is_pow2 else parts[2])
+        made += shard_codes.of_shard(parts, w.layout.rows, w.operand)
+    return tuple(made)
