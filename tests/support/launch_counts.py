@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many kernels a linear launches, counted in generated code for GPUs that are not there
-(emulation/inductor.py), where each Site says which it enqueues."""
+"""How many kernels a linear launches and how many bytes they read and write, counted in code that
+is generated for GPUs that are not there (emulation/inductor.py). Each Site says which it enqueues,
+Inductor how large the buffers of each node are."""
 
 from __future__ import annotations
 
@@ -13,8 +14,10 @@ import pytest
 import torch
 import torch._inductor.config as inductor_config
 from torch import nn
+from torch._inductor.graph import GraphLowering
 
 from q2compile.runtime_kernels.cuda.call_site import CallSite, GroupedCallSite
+from q2compile.runtime_kernels.cuda.gemm import triton_fp4
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, get_scheme
 from tests.support.emulation.inductor import INDUCTOR_OPTIONS, emulate, serve_as_on
@@ -28,14 +31,31 @@ _UNROTATED = "torch.ops.q2.gemm_masked_unrotate.default("
 _OTHERS = re.compile(r"\b(triton)_\w+\.run\(|\bextern_kernels\.(\w+)\(|\baten\.(randint|mm)\.\w+\(")
 
 
-@cache
 def launched(recipe: str, capability: int, bias: bool = False, apart: bool = False) -> Counter[str]:
     """Kernels of a forward and backward by the name of their file, or of what else launches them.
 
     apart: with every quantizer launched by itself, and the products of global scales ahead of the
     GEMMs (without the pass group_launches).
     """
+    return _generated(recipe, capability, bias, apart)[0]
+
+
+def bytes_of(recipe: str, capability: int) -> int:
+    """Bytes that the kernels of a forward and backward read and write, by Inductor's count: each
+    buffer once for each kernel or call. The workspace inside a call is not counted."""
+    return _generated(recipe, capability, False, False)[1]
+
+
+@cache
+def _generated(recipe: str, capability: int, bias: bool, apart: bool) -> tuple[Counter[str], int]:
     found: Counter[str] = Counter()
+    moved: list[int] = []
+    codegen = GraphLowering.codegen
+
+    def counted(graph):
+        made = codegen(graph)
+        moved.append(graph.count_bytes()[0])
+        return made
 
     def bind(launch, index, grid, values, slots):
         return lambda stream, addresses: found.update([launch.variant.file])
@@ -52,6 +72,8 @@ def launched(recipe: str, capability: int, bias: bool = False, apart: bool = Fal
             patch.setattr(site, "enqueue", call)
         launches_on_cpu(patch, "sm_90a" if capability == HOPPER else "sm_100a")
         patch.setattr(Launch, "bind", bind)
+        patch.setattr(GraphLowering, "codegen", counted)
+        patch.setattr(triton_fp4, "triton_version", lambda: (3, 8))  # serves every Blackwell
         torch._dynamo.reset()
         library.impl("mm.dtype", lambda a, b, dtype: torch.zeros(len(a), b.shape[1]), "CPU")
         options: dict[str, Any] = {"recipe": recipe}
@@ -68,7 +90,7 @@ def launched(recipe: str, capability: int, bias: bool = False, apart: bool = Fal
         found.update(["triton gemm"] * body.count(f"= {_UNROTATED}"))
         for args, *schemes in _GEMM.findall(body):
             found.update(_of_gemm(args, schemes))
-    return found
+    return found, sum(moved)
 
 
 def _of_gemm(args: str, schemes: list[str]) -> list[str]:
