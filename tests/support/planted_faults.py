@@ -23,31 +23,13 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from tests.support.compare_commits import checked_out
+from tests.support.fault import Fault, fault
+from tests.support.faults_of_checks import OF_CHECKS
 
 ROOT = Path(__file__).resolve().parents[2]
 _MINUTES = 20  # more than the tests of one fault take
-
-
-class Fault(NamedTuple):
-    """name: what is wrong then, in words. tests: what is handed to pytest."""
-
-    name: str
-    file: str
-    old: str
-    new: str
-    tests: tuple[str, ...]
-
-    def planted(self, text: str) -> str:
-        """The text of the file with the fault."""
-        assert text.count(self.old) == 1, f"{self.file} has {text.count(self.old)} times {self.old}"
-        return text.replace(self.old, self.new)
-
-
-def fault(name: str, file: str, old: str, new: str, *tests: str) -> Fault:
-    return Fault(name, file, old, new, tuple(f"tests/{test}" for test in tests))
 
 
 _NUMERICS = "runtime_kernels/numerics"
@@ -223,6 +205,7 @@ FAULTS = (
         "most = min(each.thread_blocks for each",
         "runtime_kernels/cuda/test_grouped_launch.py",
     ),
+    *OF_CHECKS,
     # ---- lowering ----
     fault(
         "4/6 by Inductor's kernel weighs errors the other way round",
@@ -467,6 +450,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     living = []
     with tempfile.TemporaryDirectory() as folder:
         tree = checked_out(None, Path(folder) / "tree")
+        for package in ("lowering", "runtime_kernels"):  # for processes that the tests start
+            (tree / "q2compile" / package).symlink_to(tree / package)
         for planted in chosen:
             print(f"{planted.file}: {planted.name}", flush=True)
             start = time.monotonic()

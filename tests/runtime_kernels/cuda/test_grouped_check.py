@@ -130,11 +130,20 @@ def first_twice(launched, architecture, grid, *values):
     emulation.emulate(launched, architecture, grid, *values)
 
 
+def second_x_twice(launched, architecture, grid, *values):
+    """A faulty launch: the first operand is made from the second x, and lies where it should."""
+    if grid[1] > 1:
+        values = (values[len(values) // MOST_OPERANDS], *values[1:])
+    emulation.emulate(launched, architecture, grid, *values)
+
+
 def test_a_wrong_batched_launch_is_found(monkeypatch) -> None:
     said = found(monkeypatch, BATCHED, one_operand)
     assert said is not None and "codes of call 2 differ from the reference" in said
     said = found(monkeypatch, BATCHED, first_twice)
     assert said is not None and "codes of call 2 differ from the reference" in said
+    said = found(monkeypatch, BATCHED, second_x_twice)
+    assert said is not None and "codes of call 1 differ from the reference" in said
 
 
 FIELDS = len(align_scales.TailOperand._fields)

@@ -158,6 +158,8 @@ FAULTS = {
     "the last rows": lambda out: out[256:].mul_(1.1),
     "alpha": lambda out: out.mul_(2),
     "a NaN": lambda out: out[0].fill_(torch.nan),
+    # A relative 0.002 of the whole, which the rounding of bf16 would explain.
+    "a chunk of a row": lambda out: out[0, 384:].mul_(1.05),
 }
 
 
