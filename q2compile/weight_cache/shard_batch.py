@@ -52,10 +52,13 @@ class ShardBatch:
             weight.send(sent, global_scale)
 
     def _shards(self) -> list[Tensor]:
-        """In the dtype of the gather. Cast here, as FSDP2 casts: Inductor would fuse the cast with
-        the quantizer, and leave out the rounding."""
-        records = [weight.record for weight in self.weights]
-        return [fsdp.shard_of(record).to(fsdp.dtype_of(record)) for record in records]
+        """In the dtype that is quantized. Cast here, as FSDP2 and autocast cast: Inductor would
+        fuse the casts with the quantizers, and leave out the rounding."""
+        cast = []
+        for weight, wanted in zip(self.weights, self._wanted, strict=True):
+            gathered = fsdp.shard_of(weight.record).to(fsdp.dtype_of(weight.record))
+            cast.append(gathered.to(wanted.form.dtype))
+        return cast
 
     def _graph(self, function: Callable[..., Any], inputs: list[Tensor]) -> Callable[..., Any]:
         """``function`` of `_wanted` and the inputs, compiled."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch.distributed.tensor import Shard
 
@@ -40,3 +41,25 @@ def test_values_of_shards_along_another_dimension_are_put_in_order() -> None:
         wire._put_in_order()
         assert torch.equal(wire._values[0].view(4, 6, 8), parameter)
         assert wire._values[0]._version == version  # FSDP2's own copies leave it as it is
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_an_offloaded_shard_keeps_its_methods_where_fsdp2_moves_it(offloaded: bool) -> None:
+    """``FSDPParam.all_gather_inputs`` moves it to the device first, here from the CPU to meta. Any
+    other shard moves as ever."""
+    shard = torch.zeros(4)
+    record = SimpleNamespace(
+        _sharded_local_tensor=shard,
+        _init_extensions=lambda: None,
+        all_gather_outputs=[torch.zeros(8)],
+        fsdp_placement=None,
+        offload_to_cpu=offloaded,
+    )
+    wire = Wire(record, lambda: None)
+    wire.attach()
+    moved = shard.to(torch.device("meta"), non_blocking=True)
+    assert (moved is shard) == offloaded
+    assert hasattr(moved, "fsdp_pre_all_gather") == hasattr(moved, "fsdp_post_all_gather")
+    assert hasattr(moved, "fsdp_pre_all_gather") == offloaded
+    wire.detach()
+    assert shard.to("meta").device.type == "meta" and not vars(shard)
