@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import subprocess
 import sys
@@ -29,44 +30,79 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def train(corpus: Path, out: Path, processes: int, *how: str) -> dict[tuple[str, str, int], float]:
-    """(recipe, split, step) -> loss."""
+# Processes that have imported everything train in one way after the other, in one process group.
+WORKER = """
+import json, sys
+import torch
+import several_gpus, train_llama
+several_gpus.Team.close = lambda team: None
+for arguments in json.loads(sys.argv[1]):
+    torch._dynamo.reset()
+    assert train_llama.main(arguments) == 0
+"""
+
+
+def train(corpus: Path, processes: int, ways: dict[Path, list[str]]) -> None:
+    """ways: a folder for the results -> arguments."""
     command = [sys.executable]
     if processes > 1:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
         command += [str(processes)]
-    command += [str(EXAMPLES / "train_llama.py"), "--size", "tiny", "--steps", str(STEPS)]
-    command += ["--batch", "4", "--seq", "64", "--vocab", "256", "--eval-batches", "2"]
-    command += ["--compile-options", '{"inner": "eager"}', "--device", "cpu"]
-    command += ["--data", str(corpus), "--out", str(out), *how]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    common = ["--size", "tiny", "--steps", str(STEPS), "--batch", "4", "--seq", "64"]
+    common += ["--vocab", "256", "--eval-batches", "2", "--compile-options", '{"inner": "eager"}']
+    common += ["--device", "cpu", "--data", str(corpus)]
+    runs = [[*common, "--out", str(out), *how] for out, how in ways.items()]
+    worker = corpus.parent / "worker.py"
+    worker.write_text(WORKER)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES)}
+    command += [str(worker), json.dumps(runs)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.count("reading") == 1  # one process speaks
-    losses = {}
-    for recipe in ("bf16", "quartet2"):
-        with open(out / f"{recipe}-seed0" / "losses.csv", newline="") as file:
-            for row in csv.DictReader(file):
-                losses[recipe, row["split"], int(row["step"])] = float(row["loss"])
-    return losses
+    assert done.stdout.count("reading") == len(ways)  # one process speaks
+
+
+def losses(out: Path, recipe: str) -> dict[tuple[str, int], float]:
+    """(split, step) -> loss."""
+    with open(out / f"{recipe}-seed0" / "losses.csv", newline="") as file:
+        return {(r["split"], int(r["step"])): float(r["loss"]) for r in csv.DictReader(file)}
 
 
 @pytest.fixture(scope="module")
-def one_process(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
-    return train(corpus, tmp_path_factory.mktemp("one"), 1)
+def one_process(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("one")
+    train(corpus, 1, {out: []})
+    return out
 
 
-@pytest.mark.parametrize("how", [["--ddp"], ["--fsdp"], ["--tp", "2"]])
+WAYS = {"ddp": ["--ddp"], "fsdp": ["--fsdp"], "tp": ["--tp", "2"]}
+
+
+@pytest.fixture(scope="module")
+def two_processes(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("two")
+    ways = {folder / name: [*how, "--recipes", "quartet2"] for name, how in WAYS.items()}
+    train(corpus, 2, {**ways, folder / "bf16": ["--fsdp", "--recipes", "bf16"]})
+    return folder
+
+
+def test_losses_of_one_process(one_process: Path) -> None:
+    bf16, quartet2 = losses(one_process, "bf16"), losses(one_process, "quartet2")
+    assert bf16.keys() == quartet2.keys() and bf16["train", 1] != quartet2["train", 1]
+
+
+@pytest.mark.parametrize(("way", "recipe"), [*((w, "quartet2") for w in WAYS), ("bf16", "bf16")])
 def test_losses_are_those_of_one_process(
-    how: list[str], corpus: Path, one_process: dict, tmp_path: Path
+    way: str, recipe: str, one_process: Path, two_processes: Path
 ) -> None:
-    losses = train(corpus, tmp_path, 2, *how)
-    assert losses.keys() == one_process.keys()
-    for key, loss in losses.items():
-        assert loss == pytest.approx(one_process[key], abs=BUDGET), key
-    first = ("quartet2", "train", 1)
-    assert losses[first] != losses[("bf16", "train", 1)]
-    report = (tmp_path / "graphs" / "quartet2" / "rank0" / "report.txt").read_text()
+    found, wanted = losses(two_processes / way, recipe), losses(one_process, recipe)
+    assert found.keys() == wanted.keys()
+    for key, loss in found.items():
+        assert loss == pytest.approx(wanted[key], abs=BUDGET), key
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_report_of_a_rank(way: str, two_processes: Path) -> None:
+    report = (two_processes / way / "graphs" / "quartet2" / "rank0" / "report.txt").read_text()
     assert "model.layers.0.mlp.down_proj" in report and "7 of 8 matmuls" in report
 
 

@@ -58,7 +58,7 @@ def step(how: str, training: bool = True, **options: Any) -> list[Tensor]:
     how_compiled = {**options, "inductor": {"cpp.threads": 1}}
     compiled = torch.compile(model, backend="quartet2", options=how_compiled)
     torch.manual_seed(3)
-    with torch.set_grad_enabled(training), inductor_config.patch(force_disable_caches=True):
+    with torch.set_grad_enabled(training), inductor_config.patch(fx_graph_cache=False):
         y = compiled(h, order, offs)
         if not training:
             return [y]

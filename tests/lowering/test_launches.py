@@ -65,7 +65,7 @@ def step_of(recipe: str, bias: bool = False, **how: Any) -> Callable[..., list[t
         layer.zero_grad()
         x = x.detach().requires_grad_()
         torch.manual_seed(1)
-        with inductor_config.patch(force_disable_caches=True):
+        with inductor_config.patch(fx_graph_cache=False):
             y = compiled(x)
             y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape).to(y.dtype))
         return [y.detach(), x.grad, *(p.grad for p in layer.parameters())]
@@ -131,7 +131,7 @@ def steps_of_experts(recipe: str, *counts: int) -> list[torch.Tensor]:
             torch._dynamo.mark_dynamic(x, 0)
         torch.manual_seed(1)
         experts.zero_grad()
-        with inductor_config.patch(force_disable_caches=True):
+        with inductor_config.patch(fx_graph_cache=False):
             y = compiled(x, torch.tensor([7, 150, count - 10], dtype=torch.int32))
             y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape).to(y.dtype))
         made += [y.detach(), x.grad, experts.w.grad]

@@ -95,7 +95,7 @@ def check_the_reference_s_bits(scheme, shape, monkeypatch) -> None:
     lower_on_cpu(monkeypatch)
     x = matrix(*shape)
     torch._dynamo.reset()
-    with inductor_config.patch(force_disable_caches=True, cpp_wrapper=False):
+    with inductor_config.patch(fx_graph_cache=False, cpp_wrapper=False):
         compiled = torch.compile(lambda x: quantize(x, scheme))
         got, (code,) = run_and_get_code(compiled, x)
     assert "torch.ops.q2.quantize.default(" not in code
@@ -142,7 +142,7 @@ def test_the_reference_s_bits_of_rotations_and_random_bits(
     x, seed = matrix(*shape), torch.tensor(-1234567890123456789)
     torch._dynamo.reset()
     # Without vectors: the kernel of a block is long, and vectors would need several copies of it.
-    with inductor_config.patch({"force_disable_caches": True, "cpp.simdlen": 1}):
+    with inductor_config.patch({"fx_graph_cache": False, "cpp.simdlen": 1}):
         compiled = torch.compile(rotated)
         got, (code,) = run_and_get_code(compiled, x, seed, scheme, transform, transpose)
     assert "torch.ops.q2.quantize.default(" not in code
@@ -163,7 +163,7 @@ def test_a_kernel_of_our_own_comes_first(monkeypatch) -> None:
     )
     args = torch.randn(32, 64), torch.tensor(7), "nvfp4_sr_pow2", "rht16", False
     torch._dynamo.reset()
-    with inductor_config.patch(force_disable_caches=True, cpp_wrapper=False):
+    with inductor_config.patch(fx_graph_cache=False, cpp_wrapper=False):
         got, (code,) = run_and_get_code(torch.compile(rotated), *args)
     assert "torch.ops.q2.quantize.default(" in code
     assert_same_bits(got, rotated(*args))
@@ -173,7 +173,7 @@ def test_dynamic_rows_do_not_recompile(monkeypatch) -> None:
     lower_on_cpu(monkeypatch)
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
-    with inductor_config.patch(force_disable_caches=True):
+    with inductor_config.patch(fx_graph_cache=False):
         compiled = torch.compile(silu_mul_quantize, backend=counter, dynamic=True)
         generator = torch.Generator().manual_seed(0)
         for rows in (16, 40, 23):
@@ -307,7 +307,7 @@ def test_rotations_and_random_bits_on_a_gpu(
     x, seed = matrix(*shape), torch.tensor(-1234567890123456789)
     torch._dynamo.reset()
     args = x.cuda(), seed.cuda(), scheme, transform, transpose
-    with inductor_config.patch(force_disable_caches=True):
+    with inductor_config.patch(fx_graph_cache=False):
         got, (*_, code) = run_and_get_code(torch.compile(rotated), *args)  # self-checks' are first
     assert "torch.ops.q2.quantize.default(" not in code
     assert_same_bits([t.cpu() for t in got], rotated(x, seed, scheme, transform, transpose))

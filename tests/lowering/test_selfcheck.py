@@ -36,7 +36,7 @@ def unknown(monkeypatch, tmp_path) -> None:
 
 def compiled_code(x: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], str]:
     """The result of `quantized` when it is compiled, and the generated code."""
-    with inductor_config.patch(force_disable_caches=True):
+    with inductor_config.patch(fx_graph_cache=False):
         results, codes = run_and_get_code(torch.compile(quantized), x)
     return results, codes[-1]
 

@@ -236,7 +236,7 @@ def test_inductor_takes_dequantized_operands_as_they_are() -> None:
         torch._dynamo.reset()
         layer = torch.nn.Linear(96, 80, dtype=torch.bfloat16)
         x, dy = torch.randn(160, 96).bfloat16(), torch.randn(160, 80).bfloat16()
-        with torch._inductor.config.patch(force_disable_caches=True):
+        with torch._inductor.config.patch(fx_graph_cache=False):
             torch.compile(layer, backend="quartet2", options=options)(x).backward(dy)
         return layer.weight.grad
 

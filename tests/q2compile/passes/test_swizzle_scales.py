@@ -328,7 +328,7 @@ def test_the_same_bits(recipe, keep) -> None:
 
 def test_inductor_lays_out_swizzled_scales_as_they_are() -> None:
     """They do not get the strides that plain scales had when the graph was traced."""
-    with inductor_config.patch(force_disable_caches=True):
+    with inductor_config.patch(fx_graph_cache=False):
         assert all(map(torch.equal, step("inductor"), step("eager")))
 
 

@@ -179,7 +179,7 @@ def test_every_graph_with_q2_ops(options, seen) -> None:
     """Forward, a backward that is compiled at its first call, and the graph that computes cached
     codes."""
     before = values()
-    with inductor_config.patch(force_disable_caches=True):
+    with inductor_config.patch(fx_graph_cache=False):
         train("quartet2", **options)
     assert set(seen) == {(True, True)} and len(seen) >= 2 + ("cache_weights" in options)
     assert_same(values(), before)
@@ -189,7 +189,7 @@ def test_every_graph_with_q2_ops(options, seen) -> None:
 def test_between_forward_and_its_backward(inner) -> None:
     before = values()
     model = torch.compile(Mlp(), backend="quartet2", options={"inner": inner})
-    with inductor_config.patch(force_disable_caches=True):
+    with inductor_config.patch(fx_graph_cache=False):
         y = model(torch.randn(64, 64)).sum()
         assert_same(values(), before)
         train("inductor")
@@ -199,7 +199,7 @@ def test_between_forward_and_its_backward(inner) -> None:
 
 @pytest.mark.parametrize(("backend", "recipe"), [("inductor", None), ("quartet2", "bf16")])
 def test_graphs_without_q2_ops(backend, recipe, seen) -> None:
-    with inductor_config.patch(force_disable_caches=True):
+    with inductor_config.patch(fx_graph_cache=False):
         train("quartet2")
         seen.clear()
         train(backend, **({} if recipe is None else {"recipe": recipe}))
@@ -228,7 +228,7 @@ def test_another_thread_compiles_for_inductor(seen, monkeypatch) -> None:
 
     monkeypatch.setattr(GraphLowering, "run", interrupted)
     before = values()
-    with inductor_config.patch(force_disable_caches=True):
+    with inductor_config.patch(fx_graph_cache=False):
         train("quartet2")
     assert seen == [(False, False), (True, True), (True, True)]
     assert len(results) == 2 and torch.equal(*results)
@@ -243,7 +243,7 @@ def test_a_compilation_that_fails(monkeypatch) -> None:
         raise ZeroDivisionError
 
     monkeypatch.setattr(GraphLowering, "run", fail)
-    with inductor_config.patch(force_disable_caches=True), pytest.raises(RuntimeError):
+    with inductor_config.patch(fx_graph_cache=False), pytest.raises(RuntimeError):
         train("quartet2")
     assert_same(values(), before)
     assert patches._here.depth == patches._compiling == 0
@@ -286,7 +286,7 @@ def test_a_lowering_of_cat() -> None:
 
     inductor_lowering.lowerings[CAT] = counted
     try:
-        with inductor_config.patch(force_disable_caches=True):
+        with inductor_config.patch(fx_graph_cache=False):
             torch.compile(Joined(), backend="quartet2")(torch.randn(64, 64))
         assert len(calls) == 1 and inductor_lowering.lowerings[CAT] is counted
     finally:
@@ -307,7 +307,7 @@ def test_a_pass_and_a_setting() -> None:
     Counter.graphs = 0
     own = Counter()
     settings = {"post_grad_custom_pre_pass": own, "unroll_reductions_threshold": 5}
-    with inductor_config.patch(force_disable_caches=True, **settings):
+    with inductor_config.patch(fx_graph_cache=False, **settings):
         train("quartet2")
         train("inductor")
         assert Counter.graphs == 4
@@ -327,7 +327,7 @@ def test_a_graph_without_q2_ops_inside_of_ours(monkeypatch) -> None:
         torch._inductor.compile(graph, [torch.randn(64, 64)])
 
     monkeypatch.setattr(GraphLowering, "save_output_code", staticmethod(save))
-    with inductor_config.patch(force_disable_caches=True, nan_asserts=True):
+    with inductor_config.patch(fx_graph_cache=False, nan_asserts=True):
         compile_plain()
         with patched():
             compile_plain()

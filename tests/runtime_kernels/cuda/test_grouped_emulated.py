@@ -48,17 +48,16 @@ def routed(routing: str) -> tuple[int, tuple[torch.Tensor, torch.Tensor]]:
     return sum(sizes) + more, (offs, q2.padded_ends(offs))
 
 
-@pytest.mark.parametrize(
-    "scheme, architecture",
-    [
-        (POW2, AMPERE),
-        (POW2, HOPPER),
-        (POW2, BLACKWELL),
-        (EXACT, HOPPER),
-        (POW2 + DEQUANTIZED, HOPPER),
-    ],
-)
-@pytest.mark.parametrize("routing", ROUTINGS)
+# Any routing of one kernel, and for the others those that need another path of theirs.
+MS_EDEN = [
+    *((routing, POW2, HOPPER) for routing in ROUTINGS),
+    *(("every filling", POW2, other) for other in (AMPERE, BLACKWELL)),
+    *((routing, EXACT, HOPPER) for routing in ("every filling", "nothing but rows of no group")),
+    *((r, POW2 + DEQUANTIZED, HOPPER) for r in ("every filling", "more groups than lanes")),
+]
+
+
+@pytest.mark.parametrize("routing, scheme, architecture", MS_EDEN)
 def test_ms_eden(routing, scheme) -> None:
     rows, groups = routed(routing)
     x = matrix(rows, 150)

@@ -225,8 +225,8 @@ def test_grouped_of_square_blocks_and_ends_within_a_tile(major, height, whole) -
 @pytest.mark.parametrize(
     "which, said",
     [
-        ("plain", "40 products"),
-        ("unrotated", "25 products, rotated back,"),
+        ("plain", "20 products"),
+        ("unrotated", "13 products, rotated back,"),
         ("grouped", "30 grouped products"),
     ],
 )
