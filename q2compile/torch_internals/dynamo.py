@@ -189,6 +189,13 @@ def skip_frames_of(function: Any) -> None:
     torch._dynamo.eval_frame.skip_code(function.__code__)
 
 
+def skips_forward_of(module: torch.nn.Module) -> bool:
+    """Whether Dynamo compiles the module's forward only inlined in others. It compiles that of a
+    torch.nn class by itself if the module has hooks."""
+    code = getattr(type(module).forward, "__code__", None)
+    return code is None or bool(torch._dynamo.trace_rules.check(code))
+
+
 def compile_id() -> str:
     """Dynamo's number of the graph that is compiled now, as in its logs: "0/0"."""
     return str(torch._guards.CompileContext.current_compile_id())

@@ -28,7 +28,7 @@ from q2compile.capture.module_names import plain_name
 from q2compile.capture.module_tree import named_modules, under
 from q2compile.errors import ConfigError
 from q2compile.torch_internals import fsdp
-from q2compile.torch_internals.dynamo import skip_frames_of
+from q2compile.torch_internals.dynamo import skip_frames_of, skips_forward_of
 from q2compile.weight_cache.exchange import Votes
 from q2compile.weight_cache.sharded_weight import ShardedWeight, add
 
@@ -163,25 +163,35 @@ def _weights_of(name: str, root: nn.Module) -> list[ShardedWeight]:
 
 class _ValuesIfEager:
     """A hook of the module that holds the weight, for a forward without a graph. A compiled graph
-    says itself what it reads; Dynamo leaves nothing of the hook there.
+    says itself what it reads; Dynamo leaves nothing of the hook there, nor where it compiles the
+    hook and the forward one after the other.
 
-    It is gone while the module runs: Dynamo compiles a torch.nn module that has hooks in places
-    where it skips one that has none, and the module would be quantized there.
+    Where Dynamo skips a torch.nn module it would compile one that has hooks, and the module would
+    be quantized. So there the hook runs, and is gone while the module runs.
     """
 
     def __init__(self, weight: ShardedWeight) -> None:
         self._owner = fsdp.owner_of(weight.record)
+        self._skipped = skips_forward_of(self._owner)
         self._read_values = torch.compiler.disable(weight.read_values)
         self._handle: RemovableHandle | None = None
         self.register()
 
     def register(self) -> None:
         """Again, if it was called since."""
-        if self._handle is None:
-            skip_frames_of(self._hook)
-            self._handle = self._owner.register_forward_pre_hook(self._hook)
+        if self._handle is not None:
+            return
+        hook = self._traced
+        if self._skipped:
+            hook = self._once
+            skip_frames_of(hook)
+        self._handle = self._owner.register_forward_pre_hook(hook)
 
-    def _hook(self, *_: Any) -> None:
+    def _traced(self, *_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._read_values()
+
+    def _once(self, *_: Any) -> None:
         if not torch.compiler.is_compiling():
             if self._handle is not None:
                 self._handle.remove()
