@@ -74,7 +74,7 @@ def quartet2(
         inline_attention(rewritten)
         rows = rewrite(rewritten, config, names)
         gathered = Gathered(rewritten, names.root)
-        gathered.note_gathered(rows)
+        gathered.note_gathered(rows, config.uses_cuda_graphs)
         log.rewritten("1_rewritten", rewritten, rows, names)
         if not holds_q2_ops(rewritten):
             stage = ""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -62,6 +63,8 @@ def compile_graph(
     if config.seed is not None:  # before any CUDA graph, whose memory they would be
         for device in {x.device for x in example_inputs if isinstance(x, torch.Tensor)}:
             counter(config.seed, device)
+    if gathered and gathered.takes_codes and config.uses_cuda_graphs:
+        config = replace(config, inductor={**config.inductor, "triton.cudagraphs": False})
     one = partial(_compiled, config=config, parameters=parameters, fault=fault)
     at_once = backward_at_once(config.on_error == "bf16")
     with checkpoints_left_on_error(), at_once:

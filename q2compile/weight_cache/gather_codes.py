@@ -35,7 +35,8 @@ def gather_codes(model: nn.Module) -> int:
     the model has one more collective, a maximum of 16 bytes for each weight; and one more for each
     further dimension of the mesh (HSDP, tensor parallel).
 
-    Under ``CPUOffloadPolicy`` the codes are made on the GPU, of shards that are copied there twice
+    Graphs that take codes are compiled without CUDA graphs, and the report says so. Under
+    ``CPUOffloadPolicy`` the codes are made on the GPU, of shards that are copied there twice
     in a forward, and not in the backward.
 
     Parameters, optimizers, ``state_dict`` and checkpoints stay those of FSDP2. After ``.to()`` or

@@ -56,13 +56,21 @@ class Gathered:
     def __bool__(self) -> bool:
         return bool(self.weights)
 
-    def note_gathered(self, rows: Iterable[Row]) -> None:
-        """Note in the report's rows what is gathered of each weight."""
+    @property
+    def takes_codes(self) -> bool:
+        """Whether the graph has codes as inputs. It is compiled without CUDA graphs then: with them
+        steps on two H200s took nine times as long, and had other bits than without codes."""
+        return "" in self.why.values()
+
+    def note_gathered(self, rows: Iterable[Row], cuda_graphs: bool) -> None:
+        """Note in the report's rows what is gathered of each weight. cuda_graphs: whether the user
+        asked for them."""
+        codes = "gathers codes" + ", without CUDA graphs" * cuda_graphs
         reasons = {site_name(w.name): self.why[place] for place, w in self.weights.items()}
         for row in rows:
             why = reasons.get(row.module)
             if why is not None and row.taken:
-                row.gathered = f"gathers values: {why}" if why else "gathers codes"
+                row.gathered = f"gathers values: {why}" if why else codes
 
     def take_codes(
         self, gm: fx.GraphModule, example_inputs: list[Any]

@@ -173,7 +173,7 @@ class _ValuesIfEager:
     def __init__(self, weight: ShardedWeight) -> None:
         self._owner = fsdp.owner_of(weight.record)
         self._skipped = skips_forward_of(self._owner)
-        self._read_values = torch.compiler.disable(weight.read_values)
+        self._read_values: Any = torch.compiler.disable(weight.read_values)
         self._handle: RemovableHandle | None = None
         self.register()
 
