@@ -29,8 +29,7 @@ from q2compile.runtime_kernels.numerics.transforms import get_transform
 from q2compile.tools.bench.cases import CASES, step_of
 
 OUT = Path(__file__).parents[2] / "q2compile" / "cost_model" / "instructions.json"
-# In one pass of the loop, for each direction; twice as many where a thread does the work of two.
-ELEMENTS_A_THREAD = 64
+ELEMENTS_A_THREAD = 64  # of each direction, in one pass of the loop
 SHAPE = (8192, 4096)
 # Where tensor cores might not be exact, elements are loaded one by one.
 RARE = ("LDS.U16",)
@@ -52,10 +51,9 @@ def main_launch(case: Quantizer) -> Launch:
 
 def count(case: Quantizer, architecture: str) -> float:
     """Instructions an element, a product of tensor cores as PRODUCT of them."""
-    launch = main_launch(case)
-    loop = disassemble.disassemble(nvrtc.cubin(launch.variant, architecture)).hot_loop(RARE)
-    elements = ELEMENTS_A_THREAD * launch.threads / launch.threads_on(architecture)
-    return round((sum(loop.values()) + (PRODUCT - 1) * loop["HMMA"]) / elements, 2)
+    variant = main_launch(case).variant
+    loop = disassemble.disassemble(nvrtc.cubin(variant, architecture)).hot_loop(RARE)
+    return round((sum(loop.values()) + (PRODUCT - 1) * loop["HMMA"]) / ELEMENTS_A_THREAD, 2)
 
 
 def main() -> None:

@@ -28,7 +28,6 @@ from q2compile.runtime_kernels.registry import CUDA, kernel
 
 _MOST_BOUND_CALLS = 4096  # for a program whose shapes never repeat
 ALIGNMENT = 16  # bytes that the kernels load at once
-SECTOR = 32  # bytes that they store at once
 _address_of = torch.Tensor.data_ptr
 _note = recent_launches.note
 _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # no build for CPUs has it
@@ -164,7 +163,7 @@ class BoundCall:
             if has_tensor:
                 place[plan.inputs + i] = BufferSlot(plan.inputs + sum(wanted[:i]))
             else:
-                self._bytes = -(-self._bytes // SECTOR) * SECTOR
+                self._bytes = -(-self._bytes // ALIGNMENT) * ALIGNMENT
                 place[plan.inputs + i] = BufferSlot(given, self._bytes)
                 self._bytes += output.bytes
         self._byte_offsets: list[BufferSlot] = []

@@ -14,7 +14,7 @@ from q2compile.runtime_kernels.cuda import calls
 from q2compile.runtime_kernels.cuda.jit import launch, nvrtc
 from q2compile.runtime_kernels.cuda.jit.launch import Bound, Launch
 
-SOFTWARE_FP4 = (("Q2_HW_FP8", 1), ("Q2_HW_FP4", 1), ("Q2_PAIRS", 1), ("Q2_SOFTWARE_FP4", 1))
+SOFTWARE_FP4 = (("Q2_HW_FP8", 1), ("Q2_HW_FP4", 1), ("Q2_SOFTWARE_FP4", 1))
 
 
 @contextmanager

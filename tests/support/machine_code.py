@@ -253,11 +253,9 @@ def spills(code: disassemble.Code) -> int:
     return code.count("LDL") + code.count("STL")
 
 
-def instructions(launch: Launch, architecture: str) -> float:
-    """Per element, of the loop over tiles; a thread has 64 elements in one pass of it, or those of
-    two threads (Launch.whole_lines)."""
-    loop = sum(disassembled(launch, architecture).hot_loop(RARE).values())
-    return round(loop / 64 * launch.threads_on(architecture) / launch.threads, 2)
+def instructions(code: disassemble.Code) -> float:
+    """Per element, of the loop over tiles; a thread has 64 elements in one pass of it."""
+    return round(sum(code.hot_loop(RARE).values()) / 64, 2)
 
 
 def loop(code: disassemble.Code) -> int:
@@ -343,7 +341,7 @@ def counted(launch: Launch, architecture: str) -> Counts:
     if launch in FUSED.values():
         found["loop"] = loop(code)
     elif launch.variant.entry == "rotate_quantize":
-        found["instructions"] = instructions(launch, architecture)
+        found["instructions"] = instructions(code)
     if architecture in BLACKWELL:
         found["to_fp4"] = code.count("F2FP.SATFINITE.E2M1")
         found["from_fp4"] = code.count("F2FP.F16.E2M1.UNPACK_B")

@@ -36,8 +36,7 @@
 // (lines.cuh), or, where tensor cores rotate, a quarter of each of two columns (tensor_cores.cuh). Blocks
 // are worked on in pairs. Bits 0 to 3 of an element's index in a chunk of 128 count within a block, so
 // butterflies of h = 1, 2, 4, 8 stay in registers, as do those of 16 and 64. h = 32 goes between two
-// lanes. Q2_WHOLE_LINES with Q2_PAIRS: half as many threads (kThreads), each with a whole row or column,
-// so that nothing goes between lanes.
+// lanes.
 //
 // Order of operations: numerics/transforms.py:hadamard. Rounding: nearest even. The bits equal the
 // reference's for |u| < 2^120; above that the factor of x is an fp32 subnormal on Hopper.
@@ -125,59 +124,47 @@ Q2_INLINE u32 random_at(const Output& out, int row, int block) {
   return 2 * ((u32)row * out.blocks + block);
 }
 
-// Chunks of 128: codes, and raw scales in the order of Target.
-Q2_INLINE void store_chunk(const Target& target, const Results (&made)[kParts]) {
-  if (target.left <= 0) return;
-  const auto &first = made[0].stored, &last = made[kParts - 1].stored;
-  if constexpr (kLanes == 1) {
-#pragma unroll
-    for (int part = 0; part < kParts; ++part)
-      store_sector(target.codes + 32 * part, codes_of_half(made[part], 0), codes_of_half(made[part], 1));
-    store_sector(target.scales, {first[0][0], last[0][0], first[1][0], last[1][0]},
-                 {first[0][1], last[0][1], first[1][1], last[1][1]});
-  } else {
-#pragma unroll
-    for (int half = 0; half < 2 && kCodes; ++half)
-      *(uint4*)(target.codes + (2 * lane_of_line() + 4 * half) * 8) = codes_of_half(made[0], half);
-    ((uint4*)target.scales)[lane_of_line()] = {first[0][0], first[0][1], first[1][0], first[1][1]};
-  }
-}
-
-// Block by block, for rows that are no multiple of four blocks.
-Q2_INLINE void store_blocks(const Target& target, int part, const Results& made) {
-  const auto& codes = made.codes;
-#pragma unroll 1
-  for (int i = 0; i < 4; ++i) {  // a loop, for short code
-    bool group = i % 2, half = i / 2;
-    auto of = [&](u32 a, u32 b, u32 c, u32 d) { return group ? (half ? d : c) : (half ? b : a); };
-    u32 block[2] = {of(codes[0][0][0], codes[0][1][0], codes[1][0][0], codes[1][1][0]),
-                    of(codes[0][0][1], codes[0][1][1], codes[1][0][1], codes[1][1][1])};
-    u32 stored = of(made.stored[0][0], made.stored[0][1], made.stored[1][0], made.stored[1][1]);
-    store(target, block_of_part(part) + kApart / 16 * half + group, block, stored);
-  }
-}
-
 // Stores the codes, scales and masks of a line: row `row` of the result, from block `first` on.
 template <bool kColumns>
-Q2_INLINE void store_line(const Params& p, const Output& out, int row, int first,
-                          const Results (&made)[kParts]) {
+Q2_INLINE void store_line(const Params& p, const Output& out, int row, int first, const Results& made) {
+  int lane_of_row = threadIdx.x % 2;
   Target target = target_at(out, row, first);
-  if constexpr (kInterleaved) return store_chunk(target, made);
-  if (out.blocks % 4 == 0) {
-    if constexpr (kRawScales) store_raw_scales(out, target, made);
+  if constexpr (kInterleaved) {
+    if (target.left <= 0) return;
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) store_part(target, part, made[part]);
+    for (int half = 0; half < 2 && kCodes; ++half)
+      *(uint4*)(target.codes + (2 * lane_of_row + 4 * half) * 8) = {
+          made.codes[0][half][0], made.codes[0][half][1], made.codes[1][half][0],
+          made.codes[1][half][1]};
+    ((uint4*)target.scales)[lane_of_row] = {made.stored[0][0], made.stored[0][1], made.stored[1][0],
+                                            made.stored[1][1]};
   } else {
+    int ahead = 2 * lane_of_row;
+    if (out.blocks % 4 == 0) {  // whole sectors
+      if constexpr (kRawScales) store_four_raw_scales(target, made);
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) store_blocks(target, part, made[part]);
-  }
+      for (int half = 0; half < 2; ++half)
+        store_two(target, ahead + 4 * half, made.codes[0][half], made.codes[1][half],
+                  made.stored[0][half], made.stored[1][half]);
+    } else {
+      const auto& codes = made.codes;
+#pragma unroll 1
+      for (int i = 0; i < 4; ++i) {  // a loop, for short code
+        bool group = i % 2, half = i / 2;
+        auto of = [&](u32 a, u32 b, u32 c, u32 d) { return group ? (half ? d : c) : (half ? b : a); };
+        u32 block[2] = {of(codes[0][0][0], codes[0][1][0], codes[1][0][0], codes[1][1][0]),
+                        of(codes[0][0][1], codes[0][1][1], codes[1][0][1], codes[1][1][1])};
+        u32 stored = of(made.stored[0][0], made.stored[0][1], made.stored[1][0], made.stored[1][1]);
+        store(target, ahead + 4 * half + group, block, stored);
+      }
+    }
 #pragma unroll
-  for (int part = 0; part < kParts; ++part) {
-    if constexpr (kSwizzled) store_swizzled_part(out, row, first, part, made[part]);
-#pragma unroll
-    for (int half = 0; half < 2 && kMasked && !kColumns; ++half) {
-      int block = block_of_part(part) + kApart / 16 * half;
-      if (block < target.left) store_mask(p, out, row, first + block, made[part].trusted[half]);
+    for (int half = 0; half < 2; ++half) {
+      int block = ahead + 4 * half;
+      if constexpr (kSwizzled)
+        store_two_swizzled(out, row, first + block, made.stored[0][half], made.stored[1][half]);
+      if (kMasked && !kColumns && block < target.left)
+        store_mask(p, out, row, first + block, made.trusted[half]);
     }
   }
 }
@@ -220,26 +207,24 @@ Q2_INLINE void store_dequantized_products(const Output& out, Tile tile, int firs
   staged.store_cols(tile.col + kStagedRows * warp, block);
 }
 
-// A line is a row or a column of a tile, in one lane or two (lines.cuh).
+// A line is a row or a column of a tile, in two lanes (lines.cuh).
 template <bool kColumns>
 Q2_INLINE void quantize_lines(const Params& p, const Output& out, const Masks& masks, Tile tile,
                               const Rows& rows, const u8* shared, Places places,
                               const Common& common, Extent& extent) {
-  Pair x[kParts][2][16];
-  load_line(kColumns, p, masks, tile, shared, places, x);
-  rotate_line<kColumns ? kSize : kRowSize>(x);
-  int row = kColumns ? tile.col + column_at(column_of_lane())
-                     : row_of_result(out, rows, threadIdx.x / kLanes);
+  constexpr int kChunk = kColumns ? kSize : kRowSize;
+  Pair x[2][16];
+  if constexpr (kColumns) load_column(p, masks, tile, shared, places, x);
+  else load_row(masks, shared, places, x);
+  rotate_line<kChunk>(x);
+  int row = kColumns ? tile.col + column_at(column_of_lane()) : row_of_result(out, rows, threadIdx.x / 2);
   int block = (kColumns ? tile.row : tile.col) / kBlock;
-  Results made[kParts];
-#pragma unroll
-  for (int part = 0; part < kParts; ++part) {
-    u32 random = random_at(out, row, block + block_of_part(part));
-    round_groups<kColumns>(x[part], common, out, random, random + kApart / 8, 2, made[part], extent,
-                           kColumns ? share_of(rows) : 1.0f);
-  }
+  u32 random = random_at(out, row, block + 2 * (threadIdx.x % 2));
+  Results made;
+  round_groups<kColumns>(x, common, out, random, random + 8, 2, made, extent,
+                         kColumns ? share_of(rows) : 1.0f);
   if constexpr (kRule == AMAX) return;
-  if constexpr (kDequantized) store_dequantized<kColumns>(out, tile, rows, row, x[0], made[0], common);
+  if constexpr (kDequantized) store_dequantized<kColumns>(out, tile, rows, row, x, made, common);
   if constexpr (kCodes || kRawScales) store_line<kColumns>(p, out, row, block, made);
 }
 

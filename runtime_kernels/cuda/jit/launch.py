@@ -41,10 +41,7 @@ class Launch:
     """A variant with what a launch of it needs.
 
     layout: format of the kernel's parameter struct, for Python's struct module.
-    threads: of a thread block; threads_on(architecture) says how many there are of them.
-    whole_lines: on an architecture with Q2_PAIRS (nvrtc.conversions) each thread does the work of
-        two.
-    shared: bytes of dynamic shared memory.
+    threads: of a thread block.  shared: bytes of dynamic shared memory.
     overlaps: may begin while the kernel ahead of it in the stream is still running
         (programmatic dependent launch, from compute capability 9.0 on); it then waits for that one
         by itself, in its code.
@@ -55,14 +52,8 @@ class Launch:
     threads: int
     shared: int = 0
     overlaps: bool = False
-    whole_lines: bool = False
     loaded: dict[int, "_Loaded"] = field(default_factory=dict, repr=False)  # by device index
     proven: set[int] = field(default_factory=set, repr=False)  # devices it ran on without an error
-
-    def threads_on(self, architecture: str) -> int:
-        """Threads of a thread block on an architecture, like "sm_100f"."""
-        pairs = self.whole_lines and dict(nvrtc.conversions(architecture))["Q2_PAIRS"]
-        return self.threads // 2 if pairs else self.threads
 
     def bind(self, index: int, grid: tuple[int, int], values: Sequence, slots: dict) -> "Bound":
         """The kernel, loaded on CUDA device `index`, with all parameters that are the same in every
@@ -97,7 +88,6 @@ def launch(
     shared: int = 0,
     *,
     overlaps: bool = False,
-    whole_lines: bool = False,
     defines: Mapping[str, int],
     headers: tuple[tuple[str, str], ...] = (),
 ) -> Launch:
@@ -105,7 +95,7 @@ def launch(
     struct."""
     sizes = ("Q2_PARAMS_BYTES", params_bytes(layout))
     variant = Variant(file, (*defines.items(), sizes), headers)
-    return Launch(variant, layout, threads, shared, overlaps, whole_lines)
+    return Launch(variant, layout, threads, shared, overlaps)
 
 
 # empty(size, stride, dtype) on the current CUDA device, without torch's dispatcher; Inductor's
@@ -137,7 +127,6 @@ class _Loaded(NamedTuple):
 
     function: int
     context: Any
-    threads: int
     overlaps: bool
 
 
@@ -166,7 +155,7 @@ class Bound:
         ]
         self._stream = 0  # equals config.stream, which takes longer to read
         self._config = _Config(
-            grid=(*grid, 1), block=(loaded.threads, 1, 1), shared=launch.shared, count=0
+            grid=(*grid, 1), block=(launch.threads, 1, 1), shared=launch.shared, count=0
         )
         if loaded.overlaps:
             self._attribute = _Attribute(id=_PROGRAMMATIC_SERIALIZATION)
@@ -222,15 +211,14 @@ def _load(launch: Launch, index: int) -> _Loaded:
         )
     torch.cuda.synchronize(index)  # gives this thread its context
     context = _checked(driver.cuCtxGetCurrent(), launch)
-    own = architecture(index)
-    code = nvrtc.cubin(launch.variant, own)
+    code = nvrtc.cubin(launch.variant, architecture(index))
     module = _checked(driver.cuModuleLoadData(code), launch)
     function = _checked(driver.cuModuleGetFunction(module, launch.variant.entry.encode()), launch)
     if launch.shared > _ALWAYS_ALLOWED:
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _checked(driver.cuFuncSetAttribute(function, attribute, launch.shared), launch)
     overlaps = launch.overlaps and torch.cuda.get_device_capability(index) >= (9, 0)
-    return _Loaded(int(function), context, launch.threads_on(own), overlaps)
+    return _Loaded(int(function), context, overlaps)
 
 
 @functools.cache

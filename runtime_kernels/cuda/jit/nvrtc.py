@@ -153,16 +153,11 @@ def version() -> tuple[int, int]:
 
 
 def conversions(architecture: str) -> tuple[tuple[str, int], ...]:
-    """The defines that say which conversion instructions an architecture has, and whether it has
-    fp4 conversions and arithmetic of two floats at once (Q2_PAIRS: 10.x and 11.0). Without them
-    the sources compute the same values by arithmetic (formats.cuh)."""
+    """The defines that say which conversion instructions an architecture has; without them the
+    sources compute the same values by arithmetic (formats.cuh)."""
     capability = int(architecture.partition("_")[2].rstrip("af"))
     fp4 = capability >= 100 and architecture.endswith(("a", "f"))
-    return (
-        ("Q2_HW_FP8", int(capability >= 89)),
-        ("Q2_HW_FP4", int(fp4)),
-        ("Q2_PAIRS", int(fp4 and capability < 120)),
-    )
+    return ("Q2_HW_FP8", int(capability >= 89)), ("Q2_HW_FP4", int(fp4))
 
 
 def compiler_options(variant: Variant, architecture: str) -> tuple[str, ...]:

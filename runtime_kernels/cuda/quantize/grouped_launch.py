@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from q2compile.runtime_kernels.cuda.calls import (
-    SECTOR,
+    ALIGNMENT,
     BufferSlot,
     LaunchPlan,
     Output,
@@ -139,7 +139,7 @@ class _Slots:
         self.inputs = self._inputs[-1] + others
         self._outputs = [self.inputs + n for n in _sums(len(plan.outputs) for plan in plans)]
         self._workspace = self._outputs[-1] + products
-        parts = (-(-plan.workspace // SECTOR) * SECTOR for plan in plans)
+        parts = (-(-plan.workspace // ALIGNMENT) * ALIGNMENT for plan in plans)
         *self._parts, self.workspace_bytes = _sums(parts)
 
     def of(self, i: int, field: Any) -> Any:

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from q2compile.runtime_kernels.cuda.calls import SECTOR, BufferSlot, LaunchPlan, Output, Step
+from q2compile.runtime_kernels.cuda.calls import BufferSlot, LaunchPlan, Output, Step
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, multiprocessors
 from q2compile.runtime_kernels.cuda.quantize.align_scales import (
     Address,
@@ -287,10 +287,6 @@ def _sums(
     return (sums,), to_16 + 4 * down * pitch
 
 
-def _whole_sectors(size: int) -> int:
-    return ceil_div(size, SECTOR) * SECTOR
-
-
 class _Fields:
     """The fields that both kernels have for results and for what is passed between them."""
 
@@ -307,7 +303,7 @@ class _Fields:
     ) -> None:
         self._index, self._spec = index, spec
         self._present = [operand for operand in operands if operand]
-        room = sum(_whole_sectors(4 * operand.raw_scales) // 4 for operand in self._present)
+        room = sum(ceil_div(operand.raw_scales, 4) * 4 for operand in self._present)
         # The largest of each operand; for finalize_dequantized.cu the smallest, too.
         extents = parts * (2 if room and spec.dequantized else 1)
         self.workspace_bytes = 4 * (room + extents * len(self._present))
@@ -334,7 +330,7 @@ class _Fields:
                     partner=-1,
                 )
             )
-            raw_scales += _whole_sectors(4 * operand.raw_scales)
+            raw_scales += 4 * ceil_div(operand.raw_scales, 4) * 4
             largest += 4 * extents
         self.mask = (BufferSlot(self._present[0].slots.first + 3),) if spec.masked else ()
 

@@ -2,7 +2,7 @@
 """Variants of rotate_quantize.cu: source, scheme, rotation, rowwise and columnwise."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -173,8 +173,6 @@ def _rotate_launch(
     threads: int, shared: int, overlaps: bool, prologue: PrologueExpression | None, **defines: int
 ) -> Launch:
     headers: tuple[tuple[str, str], ...] = ()
-    whole_lines = prologue is None and _has_whole_lines(defines)
-    defines = {"Q2_WHOLE_LINES": int(whole_lines), **defines}
     fields = (
         _SOURCE
         + 2 * _OUTPUT * (1 if prologue and prologue.gate_and_up else defines["Q2_OPERANDS"])
@@ -190,22 +188,8 @@ def _rotate_launch(
         fields += layout(prologue)
         headers = ((FILE, cuda_source(prologue)),)
     return launch(
-        *(_FILE, fields, threads, shared),
-        overlaps=overlaps,
-        whole_lines=whole_lines,
-        defines=defines,
-        headers=headers,
+        _FILE, fields, threads, shared, overlaps=overlaps, defines=defines, headers=headers
     )
-
-
-def _has_whole_lines(defines: Mapping[str, int]) -> bool:
-    """Whether a thread holds whole lines where instructions take pairs of floats (lines.cuh). Not
-    written for fp32, bf16 that is rounded to scales, dequantized operands, and tensor cores."""
-    source = defines["Q2_SOURCE"]
-    nvfp4 = source in (SOURCES["nvfp4"], SOURCES["nvfp4" + SWIZZLED])
-    products = nvfp4 and defines["Q2_SIZE"] > 1 and not defines["Q2_STOCHASTIC"]
-    unwritten = source in (_FP32, ROUNDED, ROUNDED_SWIZZLED) or defines["Q2_DEQUANTIZED"]
-    return not (unwritten or products)
 
 
 @functools.cache
@@ -227,11 +211,7 @@ def batched_launch(one: Launch) -> Launch | None:
     if rule in (Rule.EXACT, Rule.AMAX) or (rows and spills):
         return None
     defines["Q2_BATCH"] = MOST_OPERANDS
-    return launch(
-        *(_FILE, MOST_OPERANDS * one.layout, one.threads, one.shared),
-        whole_lines=one.whole_lines,
-        defines=defines,
-    )
+    return launch(_FILE, MOST_OPERANDS * one.layout, one.threads, one.shared, defines=defines)
 
 
 @functools.cache
@@ -274,7 +254,6 @@ def thread_shape(spec: Scheme, rowwise: bool) -> tuple[int, int]:
     A thread holds 64 elements and needs 128 registers, so a multiprocessor runs 512 threads. With
     random bits a thread needs more registers. Columnwise alone, fewer threads are as fast. A tile
     has half as many columns as a thread block has threads; rowwise it must hold a chunk of 128.
-    Where a thread does the work of two (Launch.whole_lines), half as many run.
     """
     if rowwise:
         return 256, 2

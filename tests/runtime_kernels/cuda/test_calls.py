@@ -61,7 +61,7 @@ def step(*values) -> Step:
 
 
 def test_an_output_that_nobody_wants_lies_in_the_workspace(launched) -> None:
-    """After the workspace of the steps, aligned to 32 bytes. The given buffers keep their order."""
+    """After the workspace of the steps, aligned to 16 bytes. The given buffers keep their order."""
     outputs = (Output((3,), torch.uint8), Output((4,), torch.float32), Output((), torch.float32))
     call = LaunchPlan(
         1,
@@ -103,7 +103,7 @@ def test_what_the_driver_is_given(monkeypatch) -> None:
     driver = ctypes.CDLL(None)
     driver.cuLaunchKernelEx = ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(enqueue)  # type: ignore[attr-defined]
     monkeypatch.setattr(launch, "_driver", lambda: driver)
-    of = Launch(None, layout, 32, loaded={0: launch._Loaded(77, None, 32, True)})  # type: ignore[arg-type]
+    of = Launch(None, layout, 32, loaded={0: launch._Loaded(77, None, True)})  # type: ignore[arg-type]
     highest = 2**64 - 1
     bound = of.bind(
         0,

@@ -174,26 +174,24 @@ def test_descriptors_are_register_pairs(name, architecture) -> None:
 @pytest.mark.parametrize("architecture", BLACKWELL)
 @pytest.mark.parametrize("name", HOT)
 def test_blackwell_converts_to_fp4_in_hardware(name, architecture) -> None:
-    """64 elements a thread and direction, or 128 (Launch.whole_lines), two of them an instruction;
-    MS-EDEN looks at what became of them, and 4/6 at what becomes of them under two scales, of which
-    it keeps one. Codes that are requantized are expanded first."""
+    """64 elements a thread and direction, two of them an instruction; MS-EDEN looks at what became
+    of them, and 4/6 at what becomes of them under two scales, of which it keeps one. Codes that are
+    requantized are expanded first."""
     if name == "amax both":
         pytest.skip("makes no codes")
-    launch = HOT[name]
     directions = 2 if "both" in name else 1
-    each = 32 * launch.threads // launch.threads_on(architecture)
     found = counts(name, architecture)
     if name == "quartet2 fprop":  # a few of them on two paths
-        assert 2 * each <= found["to_fp4"] <= 2 * each + 8
-        assert 2 * each <= found["from_fp4"] <= 2 * each + 8
+        assert 2 * 32 <= found["to_fp4"] <= 2 * 32 + 8
+        assert 2 * 32 <= found["from_fp4"] <= 2 * 32 + 8
         return
-    assert 0 <= found["to_fp4"] - each * directions <= 2
+    assert 0 <= found["to_fp4"] - 32 * directions <= 2
     looks = not any(
         recipe in name for recipe in ("tetrajet2", "nvfp4", "mxfp4", "quartet", "exact")
     )
     # A few of them are on two paths: of tensor cores or not, stored or not. NVRTC 13.2 copies most,
     # of MS-EDEN both.
-    looked_at = each * directions * looks + each * ("requantize" in name)
+    looked_at = 32 * directions * looks + 32 * ("requantize" in name)
     assert 0 <= found["from_fp4"] - looked_at <= 4 * (looked_at > 0)
 
 
@@ -222,24 +220,6 @@ def test_before_sm_89_there_is_no_fp8_either() -> None:
     assert disassembled(HOT["rht_quantize_both"], "sm_90a").count("PREEXIT") == 1
 
 
-@pytest.mark.parametrize(
-    "architecture, threads",
-    [("sm_90a", 256), ("sm_100f", 128), ("sm_110a", 128), ("sm_120f", 256), ("compute_100", 256)],
-)
-def test_a_thread_has_a_whole_line_where_instructions_take_pairs(architecture, threads) -> None:
-    assert HOT["rht_quantize_both"].threads_on(architecture) == threads
-    assert HOT["requantize"].threads_on(architecture) == 128, "rotated by tensor cores"
-    assert OTHERS["float32"].threads_on(architecture) == 256
-
-
-def test_whole_lines_exchange_nothing() -> None:
-    """All that is shuffled is where a thread's part begins. Codes and raw scales, 64 and 32 bytes
-    of a line, leave as whole sectors."""
-    code = disassembled(HOT["rht_quantize_both"], "sm_100a")
-    assert code.count("SHFL") == 2
-    assert code.count("STG.E.ENL2.256") == 2 * 3
-
-
 SMALL, LARGE = 100 * 1024, 228 * 1024  # bytes of shared memory of a multiprocessor
 # Source, transform, scheme, directions; stages and thread blocks at once in LARGE, and in SMALL.
 OCCUPANCY = {
@@ -261,27 +241,26 @@ OCCUPANCY = {
 
 
 @pytest.mark.parametrize(
-    "name, room, architecture",
+    "name, room",
     [
-        *product(OCCUPANCY, [SMALL], [""]),
-        *product(("both", "col", "float32 col", "values both"), [LARGE], ["sm_90a"]),
-        *product(("row", "col", "both", "requantize", "fprop", "wgrad"), [LARGE], ["sm_100a"]),
+        *product(OCCUPANCY, [SMALL]),
+        *product(("both", "col", "float32 col", "values both"), [LARGE]),
     ],
 )
-def test_thread_blocks_at_once(name, room, architecture) -> None:
+def test_thread_blocks_at_once(name, room) -> None:
     """By registers and shared memory, as ptxas reports them: 64 Ki registers, allocated by 8 per
     thread. CUDA reserves 1 KiB of shared memory for each thread block."""
     kind, large, small = OCCUPANCY[name]
     stages, blocks = small if room == SMALL else large
     launch = rotate(*kind, room=room)
     values = get_scheme(kind[2]).dequantized
-    architecture = architecture or ("sm_89" if values else "sm_120a")
+    architecture = "sm_90a" if room == LARGE else "sm_89" if values else "sm_120a"
     _, log = nvrtc.compile_variant(launch.variant, architecture, ("--ptxas-options=-v",))
     registers = int(re.search(r"Used (\d+) registers", log)[1])
     static = int(re.search(r"(\d+) bytes smem", log)[1])
     assert dict(launch.variant.defines)["Q2_STAGES"] == stages
     assert launch.shared <= 99 * 1024 - static, "what a thread block may have on 8.6"
-    by_registers = 64 * 1024 // (-(-registers // 8) * 8 * launch.threads_on(architecture))
+    by_registers = 64 * 1024 // (-(-registers // 8) * 8 * launch.threads)
     by_shared = room // (launch.shared + static + 1024)
     wanted = dict(launch.variant.defines)["Q2_BLOCKS_PER_SM"]
     assert min(wanted, by_registers, by_shared) == blocks

@@ -52,7 +52,7 @@ def emulate(launch: Launch, architecture: str, grid: tuple[int, int], *values) -
     parameters = ctypes.create_string_buffer(params_bytes(launch.layout))
     struct.pack_into("@" + launch.layout, parameters, 0, *values)
     converts = nvrtc.conversions(architecture)
-    _kernel(launch.variant, launch.threads_on(architecture), converts).run(parameters, *grid)
+    _kernel(launch.variant, launch.threads, converts).run(parameters, *grid)
 
 
 def serve(

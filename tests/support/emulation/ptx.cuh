@@ -13,7 +13,7 @@ typedef unsigned long long u64;
 struct Pair {
   float a, b;
 };
-constexpr bool kPairs = Q2_PAIRS;
+constexpr bool kPairs = Q2_HW_FP4;
 
 Q2_INLINE Pair both(float x) {
   return {x, x};
@@ -228,11 +228,6 @@ Q2_INLINE void from_e2m1x8(u32 codes, u32 (&words)[4]) {
 
 Q2_INLINE void copy_async(void* shared, const void* global) {
   memcpy(shared, global, 16);
-}
-// One instruction, which wants an address on 32 bytes.
-Q2_INLINE void store_sector(void* to, uint4 lower, uint4 upper) {
-  if ((u64)to % 32) abort();
-  memcpy(to, &lower, 16), memcpy((u8*)to + 16, &upper, 16);
 }
 Q2_INLINE void prefetch(const void*) {}
 Q2_INLINE void commit_copies() {}

@@ -69,8 +69,7 @@ def interpret(
     parameters = ctypes.create_string_buffer(params_bytes(launch.layout))
     struct.pack_into("@" + launch.layout, parameters, 0, *values)
     kernel = compiled(launch.variant, architecture)
-    threads = launch.threads_on(architecture)
-    run_kernel(kernel, threads, grid, parameters.raw, launch.shared, windows)
+    run_kernel(kernel, launch.threads, grid, parameters.raw, launch.shared, windows)
 
 
 def run_kernel(

@@ -255,8 +255,6 @@ class Machine:
             return self._move(parts[1], *operands)
         if parts[0] in ("ld", "st") and parts[1] in self.spaces and parts[-1] in TYPES:
             vector = {("v2",): 2, ("v4",): 4, (): 1, ("nc",): 1, ("nc", "v2"): 2, ("nc", "v4"): 4}
-            if name == "st.global.v8.b32":  # sm_100 and later
-                vector["v8",] = 8
             if tuple(parts[2:-1]) in vector:
                 access = self._load if parts[0] == "ld" else self._store
                 return access(parts[1], TYPES[parts[-1]], vector[tuple(parts[2:-1])], operands)

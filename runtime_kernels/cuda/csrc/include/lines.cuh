@@ -2,19 +2,9 @@
 // Lines of a tile, rows or columns, for rotate_quantize.cu: how lanes load and rotate them.
 //
 // Two neighboring lanes have a line of 128 elements, four of its eight blocks of 16 each: group g, half h
-// is block 2 * lane_of_line() + g + 4 h. Pairs: halves, elements 64 apart.
-// Or one lane has a whole line, in two parts (kParts): of part p group g, half h is block 4 p + g + 2 h.
-// Pairs: elements 32 apart.
+// is block 2 * lane_of_row + g + 4 h. Pairs: halves, elements 64 apart.
 #pragma once
 #include "tile_sums.cuh"
-
-constexpr int kParts = 2 / kLanes;
-constexpr int kApart = kLanes == 1 ? 32 : 64;  // members of a pair
-
-// The block of a line that is group 0, half 0 of a part.
-Q2_INLINE int block_of_part(int part) {
-  return kLanes == 1 ? 4 * part : 2 * lane_of_line();
-}
 
 // h = 1, 2, 4, 8 of chunks of kChunk, in registers.
 template <int kChunk> Q2_INLINE void butterflies(Pair (&x)[16]) {
@@ -49,37 +39,23 @@ Q2_INLINE void butterfly_between(Pair (&x)[2][16]) {
   }
 }
 
-// h of kApart, in registers.
-Q2_INLINE void butterfly_within(Pair (&x)[16]) {
+template <int kChunk> Q2_INLINE void rotate_line(Pair (&x)[2][16]) {
 #pragma unroll
-  for (Pair& v : x) v = sum_and_difference(v);
-}
-
-template <int kChunk> Q2_INLINE void rotate_line(Pair (&x)[kParts][2][16]) {
+  for (int group = 0; group < 2; ++group) butterflies<kChunk>(x[group]);
+  if (kChunk > 16) butterfly_between(x);
 #pragma unroll
-  for (auto& part : x) {
+  for (int group = 0; group < 2; ++group) {
+    if (kChunk > 32) butterfly_across(x[group], 1);
+    if (kChunk > 64) {
 #pragma unroll
-    for (auto& group : part) butterflies<kChunk>(group);
-    if (kChunk > 16) butterfly_between(part);
-#pragma unroll
-    for (auto& group : part) {
-      if (kChunk > 32 && kLanes == 2) butterfly_across(group, 1);
-      if (kChunk > kApart) butterfly_within(group);
-    }
-  }
-#pragma unroll
-  for (int group = 0; group < 2 && kChunk > 64 && kLanes == 1; ++group) {
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      Pair a = x[0][group][i], b = x[kParts - 1][group][i];
-      x[0][group][i] = add(a, b);
-      x[kParts - 1][group][i] = sub(a, b);
+      for (Pair& v : x[group]) v = sum_and_difference(v);
     }
   }
 }
 
-Q2_INLINE void load_row(const Masks& masks, const u8* shared, Places places, int part, Pair (&x)[2][16]) {
+Q2_INLINE void load_row(const Masks& masks, const u8* shared, Places places, Pair (&x)[2][16]) {
   constexpr int kPieces = kBlock * kBytes / 16, kPerPiece = 16 / kBytes;
+  int lane_of_row = threadIdx.x % 2;
   u32 source = places.rowwise();
 #pragma unroll
   for (int group = 0; group < 2; ++group) {
@@ -88,10 +64,10 @@ Q2_INLINE void load_row(const Masks& masks, const u8* shared, Places places, int
       u32 words[2][4], signs[2][4];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        int piece = (4 * part + group + kApart / 16 * half) * kPieces + i;  // without that of the lane
+        int piece = (group + 4 * half) * kPieces + i;  // without lane_of_row
         uint4 v = *(const uint4*)(shared + (source ^ slot(piece)));
         uint4 m = {0, 0, 0, 0};
-        if (kRowSigned) m = ((const uint4*)masks.rowwise)[2 * lane_of_line() * kPieces + piece];
+        if (kRowSigned) m = ((const uint4*)masks.rowwise)[2 * lane_of_row * kPieces + piece];
         words[half][0] = v.x, words[half][1] = v.y, words[half][2] = v.z, words[half][3] = v.w;
         signs[half][0] = m.x, signs[half][1] = m.y, signs[half][2] = m.z, signs[half][3] = m.w;
       }
@@ -116,7 +92,7 @@ Q2_INLINE void load_row(const Masks& masks, const u8* shared, Places places, int
 Q2_INLINE void load_eight(const Masks& masks, const u8* shared, u32 source, int row, float* y,
                           [[maybe_unused]] float& sum) {
   constexpr int kWords = kSignPairs ? 4 : 8;
-  int first = (32 * lane_of_line() + row) * kWords / 8;
+  int first = (32 * (threadIdx.x % 2) + row) * kWords / 8;
   u32 signs[kWords];
 #pragma unroll
   for (int i = 0; i < kWords; i += 4) {
@@ -141,36 +117,23 @@ Q2_INLINE void load_eight(const Masks& masks, const u8* shared, u32 source, int 
       y[i] = __uint_as_float(word ^ signs[i % kWords]);
     }
   }
-  if constexpr (kSums && !kMixed) add_to_sum(sum, y, 32 * lane_of_line() + row);
+  if constexpr (kSums && !kMixed) add_to_sum(sum, y, 32 * (threadIdx.x % 2) + row);
 }
 
-// sums: with dbias, of the rows of each group that two lanes would have, which are added in this order
-// (numerics/column_sums.py).
-Q2_INLINE void load_column(const Masks& masks, const u8* shared, Places places, int part,
-                           float (&sums)[kParts][2], Pair (&x)[2][16]) {
+Q2_INLINE void load_column(const Params& p, const Masks& masks, Tile tile, const u8* shared,
+                           Places places, Pair (&x)[2][16]) {
+  float sums[2] = {0.0f, 0.0f};
 #pragma unroll
   for (int group = 0; group < 2; ++group) {
     float y[32];  // half after half
 #pragma unroll
     for (int i = 0; i < 32; i += 8)
-      load_eight(masks, shared, places.columnwise(), 64 * part + 16 * group + i / 16 * kApart + i % 16,
-                 y + i, sums[kLanes == 1 ? i / 16 : 0][group]);
+      load_eight(masks, shared, places.columnwise(), 16 * group + i / 16 * 64 + i % 16, y + i,
+                 sums[group]);
 #pragma unroll
     for (int i = 0; i < 16; ++i) x[group][i] = {y[i], y[16 + i]};
     // A sum of a chunk is -0 only where its first element is (numerics/quantize_tiles.py).
     if constexpr (kScaled && kSize > 1) x[group][0] = add(x[group][0], both(0.0f));
   }
-}
-
-Q2_INLINE void load_line(bool columns, const Params& p, const Masks& masks, Tile tile, const u8* shared,
-                         Places places, Pair (&x)[kParts][2][16]) {
-  float sums[kParts][2] = {};
-#pragma unroll
-  for (int part = 0; part < kParts; ++part) {
-    if (columns) load_column(masks, shared, places, part, sums, x[part]);
-    else load_row(masks, shared, places, part, x[part]);
-  }
-  if (!kSums || !columns) return;
-  float sum = sums[0][0] + sums[0][1];
-  store_sums(p, tile, kLanes == 1 ? sum + (sums[kParts - 1][0] + sums[kParts - 1][1]) : sum);
+  if constexpr (kSums) store_sums(p, tile, sums[0] + sums[1]);
 }

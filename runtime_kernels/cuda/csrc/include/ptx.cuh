@@ -12,7 +12,7 @@ typedef unsigned long long u64;
 #define Q2_INLINE __device__ __forceinline__
 
 // Two values that go through the same arithmetic. sm_100 has one instruction for both (FADD2,
-// FMUL2, FFMA2: kPairs, from cuda/jit/nvrtc.py); the others two.
+// FMUL2, FFMA2: kPairs); the others two.
 struct Pair {
   float a, b;
 };
@@ -21,7 +21,11 @@ Q2_INLINE Pair both(float x) {
   return {x, x};
 }
 
-constexpr bool kPairs = Q2_PAIRS;
+#if __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200
+constexpr bool kPairs = true;
+#else
+constexpr bool kPairs = false;
+#endif
 
 #if __CUDA_ARCH__ >= 1000
 Q2_INLINE u64 packed(Pair x) {
@@ -78,13 +82,10 @@ Q2_INLINE Pair fma_toward_zero(Pair x, Pair y, Pair w) {
 }
 #endif
 
-// 1 and -1, which ptxas does not know: it would put constants into two registers for every few uses.
-__constant__ Pair one_and_minus_one = {1.0f, -1.0f};
-
 // The sum and the difference of the two: one instruction on sm_100.
 Q2_INLINE Pair sum_and_difference(Pair x) {
 #if __CUDA_ARCH__ >= 1000
-  return fma(both(x.b), one_and_minus_one, both(x.a));
+  return fma(both(x.b), {1.0f, -1.0f}, both(x.a));
 #else
   return {x.a + x.b, x.a - x.b};
 #endif
@@ -369,18 +370,6 @@ Q2_INLINE void copy_async(void* shared, const void* global) {
                    (u32)__cvta_generic_to_shared(shared)),
                "l"(global)
                : "memory");
-}
-
-// Stores 32 bytes, on as many: one instruction on sm_100.
-Q2_INLINE void store_sector(void* to, uint4 lower, uint4 upper) {
-#if __CUDA_ARCH__ >= 1000
-  asm volatile("st.global.v8.b32 [%0], {%1, %2, %3, %4, %5, %6, %7, %8};" ::"l"(to), "r"(lower.x),
-               "r"(lower.y), "r"(lower.z), "r"(lower.w), "r"(upper.x), "r"(upper.y), "r"(upper.z),
-               "r"(upper.w)
-               : "memory");
-#else
-  ((uint4*)to)[0] = lower, ((uint4*)to)[1] = upper;
-#endif
 }
 
 // Has L2 fetch the 128 bytes around an address.

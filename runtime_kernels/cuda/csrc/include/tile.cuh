@@ -56,11 +56,9 @@ Q2_INLINE Pair of_pair(Pair of_blocks, int i) {
   return kNeighbors ? both(i < 8 ? of_blocks.a : of_blocks.b) : of_blocks;
 }
 
-// Lanes that share a line, a row or a column of a tile (lines.cuh).
-constexpr int kLanes = Q2_WHOLE_LINES && kPairs ? 1 : 2;
-constexpr int kThreads = Q2_THREADS / 2 * kLanes;
+constexpr int kThreads = Q2_THREADS;
 constexpr int kTileRows = 128;
-constexpr int kTileCols = kThreads / kLanes;
+constexpr int kTileCols = kThreads / 2;  // 16 columns a warp
 constexpr int kTileBlocks = kTileCols / 16;
 static_assert(!kRows || kTileCols == 128, "rowwise a tile holds a chunk of 128");
 constexpr int kBytes = kSource == F32 ? 4 : 2;  // an element in shared memory
@@ -181,13 +179,11 @@ Q2_INLINE Pair two_of_row(u32 word, u32 mask) {
 // 16-byte piece `piece` of row `row` of a tile lies at row * kRowBytes + (slot(piece) ^
 // twist(row)). That spreads over all banks what eight lanes take at once: 8 pieces of a row in loading, or
 // every other one of two rows; rowwise one piece of every other pair of blocks of four rows; columnwise
-// two rows, those 32 below, and the next piece of all (fp32: 4 pieces of rows 32 apart). With a lane for
-// each line: rowwise one piece of eight rows, columnwise four pieces of two rows. Both are linear
+// two rows, those 32 below, and the next piece of all (fp32: 4 pieces of rows 32 apart). Both are linear
 // over exclusive or, so that of an address only its exclusive or with a constant changes in an unrolled
 // loop.
 constexpr Q2_INLINE u32 twist(int row) {
   if (kTensorCores) return 16 * ((row & 7) ^ (row >> 4 & 3) << 1);
-  if (kLanes == 1) return 16 * ((row & 1) * 5 ^ (row & 2) ^ (row >> 2 & 1));
   int low = kBytes == 2 ? (row & 1) * 3 ^ (row >> 1 & 1) : row & 3;
   return 16 * (low | (row >> 5 & 1) << 2);
 }
@@ -209,11 +205,10 @@ struct Places {
   Q2_INLINE u32 matrices() const { return rounded & 0xFFFF; }  // there are no rows then
 };
 
-// The column of a tile, by place, that a lane has or shares with its neighbor. Lane l gets column l / 4 of
-// a matrix of 8x8 (ptx.cuh, load_transposed): of four lanes the first two get it of one matrix, the
-// others of the next; or each of another one.
+// The column of a tile, by place, that a lane shares with its neighbor. Lane l gets column l / 4 of a
+// matrix of 8x8 (ptx.cuh, load_transposed): of four lanes the first two get it of one matrix, the
+// others of the next.
 Q2_INLINE int column_of_lane() {
-  if (kLanes == 1) return threadIdx.x / 32 * 32 + threadIdx.x / 4 % 8 + threadIdx.x % 4 * 8;
   return threadIdx.x / 32 * 16 + threadIdx.x / 4 % 8 + threadIdx.x / 2 % 2 * 8;
 }
 
@@ -224,10 +219,6 @@ struct Lane {
 Q2_INLINE Lane lane_of_products() {
   int lane = threadIdx.x % 32;
   return {lane / 4, lane % 4};
-}
-// Which of the lanes of a line.
-Q2_INLINE int lane_of_line() {
-  return threadIdx.x % kLanes;
 }
 // Which column lies at a place: in expand_codes' order columns 4 apart are neighbors, unless an instruction
 // expands codes.
@@ -240,8 +231,6 @@ constexpr Q2_INLINE int column_at(int place) {
 // its quarter of two columns, and products sum over them.
 Q2_INLINE u32 place_of_matrices() {
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (kLanes == 1)  // two rows of 8 columns, of the next 8, ...
-    return place_in_tile(lane / 8 * 2 + lane % 2, 4 * warp + lane / 2 % 4);
   if (!kTensorCores)  // rows of two lanes, of 8 columns and the next 8; eight rows of each
     return place_in_tile(lane / 2 % 2 * 32 + lane / 8 * 2 + lane % 2, 2 * warp + lane / 4 % 2);
   return place_in_tile(lane / 2 % 4 * 16 + lane / 16 * 2 + lane % 2, 2 * warp + lane / 8 % 2);
@@ -251,10 +240,10 @@ Q2_INLINE Places places_in_tile() {
   constexpr int kFetched = kPacked ? kTileBlocks : kRowBytes / 16;  // places of a row
   constexpr int kPieces = kBlock * kBytes / 16;  // of 16 bytes, of a block
   u32 fetched = place_in_tile(threadIdx.x / kFetched, threadIdx.x % kFetched * (kPacked ? 2 : 1));
-  u32 rows = kRows ? place_in_tile(threadIdx.x / kLanes, lane_of_line() * 2 * kPieces) : 0;
+  u32 rows = kRows ? place_in_tile(threadIdx.x / 2, threadIdx.x % 2 * 2 * kPieces) : 0;
   int column = column_of_lane();
   u32 cols = kBytes == 2 ? place_of_matrices()
-                         : place_in_tile(lane_of_line() * 32, column / 4) + column % 4 * kBytes;
+                         : place_in_tile(threadIdx.x % 2 * 32, column / 4) + column % 4 * kBytes;
   if (kTensorCores) {  // and where a lane's quarter of its first column begins
     Lane lane = lane_of_products();
     rows = cols;
@@ -456,17 +445,15 @@ Q2_INLINE void make_masks(const Directions& of, Masks& masks) {
   }
   if (kCols && i < 128) {
     uint4 random = sign_bits(sign_seed_of(of.columnwise));
-    do {
-      if constexpr (kSignPairs) {
-        if (i < 64) masks.columnwise[i] = signs_of_pair(random, i);
-      } else {
-        masks.columnwise[i] = kSignsMultiply
-                                  ? 0x3F800000u | negative(random, i) << 31
-                                  : negative(random, i) * (kBytes == 2 ? 0x80008000u : 0x80000000u);
-      }
+    if constexpr (kSignPairs) {
+      if (i < 64) masks.columnwise[i] = signs_of_pair(random, i);
+    } else {
+      masks.columnwise[i] = kSignsMultiply
+                                ? 0x3F800000u | negative(random, i) << 31
+                                : negative(random, i) * (kBytes == 2 ? 0x80008000u : 0x80000000u);
+    }
 #if Q2_SUMS
-      if constexpr (!kMixed) masks.signs[i] = negative(random, i) ? -1.0f : 1.0f;
+    if constexpr (!kMixed) masks.signs[i] = negative(random, i) ? -1.0f : 1.0f;
 #endif
-    } while (kThreads < 128 && (i += kThreads) < 128);
   }
 }

@@ -24,13 +24,13 @@ Q2_INLINE void add_to_sum([[maybe_unused]] float& sum, [[maybe_unused]] const fl
 #endif
 }
 
-// The sums of a tile's columns, of which a lane has all, or that of its own half.
+// The sums of a tile's columns, of which a lane has that of its own half.
 Q2_INLINE void store_sums([[maybe_unused]] const Params& p, [[maybe_unused]] Tile tile,
                           [[maybe_unused]] float sum) {
 #if Q2_SUMS
-  if (kLanes == 2) sum += __shfl_xor_sync(~0u, sum, 1);
+  sum += __shfl_xor_sync(~0u, sum, 1);
   long long row = tile.row / kTileRows;
   float* to = p.sums + row * (p.tiles_across * kTileCols) + tile.col;
-  if (lane_of_line() == 0) to[column_of_lane()] = sum;
+  if (threadIdx.x % 2 == 0) to[column_of_lane()] = sum;
 #endif
 }
