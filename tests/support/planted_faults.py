@@ -358,6 +358,27 @@ FAULTS = (
         "q2compile/weight_cache",
     ),
     fault(
+        "a shard is quantized under a global scale of its own",
+        "q2compile/weight_cache/shard_codes.py",
+        "    more.copy_(value.expand_as(more))\n",
+        "    more.zero_()\n",
+        "q2compile/weight_cache",
+    ),
+    fault(
+        "graphs with gathered codes are replayed as CUDA graphs",
+        "q2compile/compiler/compile_graph.py",
+        "    if gathered and gathered.takes_codes and config.uses_cuda_graphs:\n",
+        "    if False:\n",
+        "q2compile/weight_cache",
+    ),
+    fault(
+        "FSDP2 moves an offloaded shard, and finds no codes",
+        "q2compile/torch_internals/fsdp.py",
+        "            if self._record.offload_to_cpu:\n                # FSDP2",
+        "            if False:\n                # FSDP2",
+        "q2compile/torch_internals",
+    ),
+    fault(
         "statistics of a gradient's columns are those of its rows",
         "q2compile/telemetry/into_graph.py",
         'call.outputs.index("statistics") + which',
