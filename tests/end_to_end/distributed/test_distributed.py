@@ -12,9 +12,7 @@ These tests compare their results, which must agree as follows:
 
 from __future__ import annotations
 
-import os
 import statistics
-import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +21,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+
+from tests.end_to_end.distributed.ranks import run as run_worker
 
 WORKERS = Path(__file__).parent
 sys.path.insert(0, str(WORKERS))
@@ -42,11 +42,7 @@ Ranks = list[Result]
 
 def run(worker: str, ranks: int, folder: Path) -> dict[str, Ranks]:
     """Scenario -> the result of each rank."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(ranks), str(WORKERS / worker), str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_worker(worker, ranks, str(folder))
     found: dict[str, Ranks] = {}
     for rank in range(ranks):
         for path in sorted(folder.glob(f"*.rank{rank}.pt")):

@@ -5,16 +5,14 @@ of two ranks against those of one process in fp32."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-WORKER = Path(__file__).parent / "expert_parallel.py"
+from tests.end_to_end.distributed.ranks import run
+
 # The largest relative squared error of an operand, by recipe (recipes' papers): MS-EDEN, stochastic
 # rounding, RTN of 3/4.
 ERROR = {"quartet2": 9.4e-3, "nvfp4": 23.5e-3, "quartet": 13.7e-3}
@@ -26,11 +24,7 @@ OPERANDS = 16
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("experts")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", str(WORKER), str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-4000:]
+    run("expert_parallel.py", 2, str(folder))
     return folder
 
 

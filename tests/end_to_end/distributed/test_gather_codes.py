@@ -8,8 +8,6 @@ All forms, four minutes on two cores (with 4 processes HSDP, tensor and expert p
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,12 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-WORKER = Path(__file__).parent / "gather_codes.py"
-sys.path.insert(0, str(WORKER.parent))
+from tests.end_to_end.distributed.ranks import run as run_worker
 
-import gather_codes as worker  # noqa: E402
-from expert_parallel import EXPERTS, INNER, WIDTH  # noqa: E402
-from training import HIDDEN, LAYERS, VOCAB  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parent))
+
+import gather_codes as worker
+from expert_parallel import EXPERTS, INNER, WIDTH
+from training import HIDDEN, LAYERS, VOCAB
 
 Found = list[dict[str, Any]]  # of each rank: scenario -> Run
 FORMS = [
@@ -49,11 +48,7 @@ BYTES["mxfp4_2d"] = 0.5 + 1 / 1024
 
 
 def run(folder: Path, ranks: int, names: list[str], killed: bool = False) -> Found:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(ranks), str(WORKER), str(folder), ",".join(names)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert (done.returncode != 0) == killed, done.stderr[-4000:]
+    run_worker("gather_codes.py", ranks, str(folder), ",".join(names), fails=killed)
     main = sys.modules["__main__"]  # as whose the worker's class was saved
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(main, "Run", worker.Run, raising=False)

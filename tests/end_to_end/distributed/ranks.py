@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a worker of this folder on several ranks, with torchrun's environment.
+
+    python tests/end_to_end/distributed/ranks.py RANKS WORKER ARGUMENTS...
+
+torchrun would have each rank import torch and its compiler, six seconds of CPU time. These
+ranks are forks of a process that has imported both.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+
+
+def run(worker: str, ranks: int, *arguments: str, fails: bool = False) -> None:
+    """Run ``worker`` to its end. fails: whether a rank is expected to end with an error."""
+    command = [sys.executable, __file__, str(ranks), str(FOLDER / worker), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert (done.returncode != 0) == fails, done.stderr[-4000:]
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+    return port
+
+
+def _run_rank(rank: int, worker: str) -> int:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    try:
+        runpy.run_path(worker, run_name="__main__")
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def main() -> int:
+    ranks, worker = int(sys.argv[1]), sys.argv[2]
+    sys.argv = sys.argv[2:]
+    import torch._inductor.compile_fx
+    import torch.distributed.checkpoint
+    import torch.distributed.fsdp
+    import torch.distributed.tensor.parallel  # noqa: F401
+
+    import q2compile.backend  # noqa: F401
+
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
+    os.environ.update(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+    children = []
+    for rank in range(ranks):
+        child = os.fork()
+        if child == 0:
+            code = _run_rank(rank, worker)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+        children.append(child)
+    ends = [os.waitpid(child, 0)[1] for child in children]
+    return int(any(ends))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
