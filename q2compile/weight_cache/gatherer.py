@@ -104,14 +104,19 @@ class Gatherer:
 
     def _begin(self, *_: Any) -> None:
         self._forwards += 1
+        self._register_again()
         if self._forwards > 1:  # graphs are compiled in the first
             self.agree()
             for votes in self._votes:
                 votes.begin()
 
-    def _end(self, *_: Any) -> None:
+    def _register_again(self) -> None:
+        """At the end of a forward, and at the begin, since its backward may run modules again."""
         for hook in self._eager:
             hook.register()
+
+    def _end(self, *_: Any) -> None:
+        self._register_again()
         for weight in self.weights:
             weight.end_forward()
 
