@@ -10,16 +10,12 @@ import os
 import subprocess
 import sys
 
-# In an empty cache Inductor would try which vectors g++ can, and compile their headers: most of the
-# time that a process takes here.
-SCALAR = {"TORCHINDUCTOR_VEC_ISA_OK": "0", "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0"}
-
 
 def python(code, cache):
     """Run ``code`` in a fresh process with its own compiler cache; its output."""
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, **SCALAR, "TORCHINDUCTOR_CACHE_DIR": str(cache)},
+        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)},
         cwd=cache,
         capture_output=True,
         text=True,
