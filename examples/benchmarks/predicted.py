@@ -280,9 +280,7 @@ All launches of a call. Five constants of the model were fitted to these rows: t
 issue slots that a quantizer fills, with and without stochastic rounding; the share of the
 bandwidth; the constant part of a launch (all in `q2compile/cost_model/devices.py`); and the issue
 slots of a tensor-core instruction (`instructions.py`). The rest follows from bytes and from
-instructions counted in machine code. The rows are from before 2026-11-26, when quantizers got fewer
-instructions (`KERNEL_LOG.md`): the counts of today predict them 3.6% too low on average, those of
-before 1.0%.
+instructions counted in machine code.
 
 {kernel_table}
 

@@ -16,9 +16,8 @@ from q2compile.cost_model.quantizers import counted
 BENCHMARKS = Path(__file__).resolve().parents[3] / "examples" / "benchmarks"
 # The one row outside of its aim: the model leaves out host time of buffers and of saved tensors.
 MISSED = {"host_us_per_linear"}
-# The rows of kernels are from before 2026-11-26, when quantizers got fewer instructions. Counts of
-# today predict them 3.6% too low on average, those of before 1.0%; and one row misses its aim.
-MISSED_KERNELS = {"quartet_requantize_bf16 16384x8192"}
+# Of the kernels one, at both shapes: its dequantized columns take longer than its bytes say.
+MISSED_KERNELS = {"requantize_bf16 8192x4096", "requantize_bf16 16384x8192"}
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +34,7 @@ def test_kernels_are_predicted_within_their_aim(predicted) -> None:
     rows = list(predicted.kernels())
     outside = {row.name: row.error for row in rows if abs(row.error) > row.target}
     assert set(outside) == MISSED_KERNELS, outside
-    assert abs(sum(row.error for row in rows) / len(rows)) < 0.04  # no bias beyond that
+    assert abs(sum(row.error for row in rows) / len(rows)) < 0.02  # no bias beyond that
 
 
 def test_layers_and_steps_are_predicted_within_their_aim(predicted) -> None:
