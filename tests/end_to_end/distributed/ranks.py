@@ -9,15 +9,19 @@ ranks are forks of a process that has imported both.
 
 from __future__ import annotations
 
+import math
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
+import time
 import traceback
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
+_GRACE = 60.0  # seconds
 
 
 def run(worker: str, ranks: int, *arguments: str, fails: bool = False) -> None:
@@ -66,8 +70,27 @@ def main() -> int:
             sys.stderr.flush()
             os._exit(code)
         children.append(child)
-    ends = [os.waitpid(child, 0)[1] for child in children]
-    return int(any(ends))
+    return _wait(children)
+
+
+def _wait(children: list[int]) -> int:
+    """The status of all. Once a rank has failed, the others have `_GRACE` to end: they may wait for
+    it for ever."""
+    deadline, failed = math.inf, False
+    while children:
+        child, status = os.waitpid(-1, os.WNOHANG)
+        if child:
+            children.remove(child)
+            if status:
+                failed = True
+                deadline = min(deadline, time.monotonic() + _GRACE)
+        elif time.monotonic() > deadline:
+            for rank in children:
+                os.kill(rank, signal.SIGKILL)
+            deadline = math.inf
+        else:
+            time.sleep(0.05)
+    return int(failed)
 
 
 if __name__ == "__main__":
