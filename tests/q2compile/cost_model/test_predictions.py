@@ -16,7 +16,7 @@ from q2compile.cost_model.quantizers import counted
 BENCHMARKS = Path(__file__).resolve().parents[3] / "examples" / "benchmarks"
 # The one row outside of its aim: the model leaves out host time of buffers and of saved tensors.
 MISSED = {"host_us_per_linear"}
-# Of the kernels one, at both shapes: its dequantized columns take longer than its bytes say.
+# One kernel, at both shapes: its dequantized columns take longer than its bytes say.
 MISSED_KERNELS = {"requantize_bf16 8192x4096", "requantize_bf16 16384x8192"}
 
 
