@@ -64,7 +64,9 @@ def _say_that_no_graph_came() -> None:
         LOG.warning(
             "q2compile: torch.compile was given backend='quartet2', and no graph came to it: "
             "nothing ran in 4 bits. Either what it returned was never called, or it ran inside "
-            "another torch.compile, whose backend replaces it, or under torch.compiler.disable"
+            "another torch.compile, whose backend replaces it, or under torch.compiler.disable, or "
+            "it was Module.compile of torch's own class, such as nn.Sequential, which compiles "
+            "nothing: torch.compile(model) does"
         )
 
 

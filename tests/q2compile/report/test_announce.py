@@ -161,17 +161,28 @@ torch.compile(lambda x: inner(x).relu(), backend="eager")(torch.randn(8, 64))
 """
 
 
+OF_TORCH_S_OWN_CLASS = """
+import torch
+
+model = torch.nn.Sequential(torch.nn.Linear(64, 96))
+model.compile(backend="quartet2", options={"recipe": "quartet3"})  # not read: no graph comes
+model(torch.randn(8, 64))
+"""
+
+
 @pytest.mark.parametrize(
     ("script", "lines"),
     [
         (INSIDE_ANOTHER, 1),
+        (OF_TORCH_S_OWN_CLASS, 1),
         ("import torch; torch.compile(torch.nn.Linear(64, 96), backend='quartet2')", 1),
         ("import q2compile; q2compile.explain", 0),
         (SCRIPT, 0),
     ],
-    ids=["inside another compile", "never called", "imported", "trained"],
+    ids=["inside another compile", "Sequential", "never called", "imported", "trained"],
 )
 def test_a_backend_that_no_graph_came_to_is_named_at_exit(script, lines):
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0
     assert done.stderr.count(NO_GRAPH_CAME) == lines
+    assert done.stderr.count("Module.compile of torch's own class, such as nn.Sequential") == lines
