@@ -19,6 +19,22 @@ from tests.support.launch_counts import BLACKWELL, HOPPER, bytes_of, launched
 
 RECIPES = ("quartet2", "nvfp4", "tetrajet2", "quartet", "mxfp4", "mxfp4_2d")
 
+# KiB by Inductor of torch 2.13.
+KIB = {
+    ("quartet2", BLACKWELL): 3920,
+    ("nvfp4", BLACKWELL): 4082,
+    ("tetrajet2", BLACKWELL): 3920,
+    ("quartet", BLACKWELL): 3912,
+    ("mxfp4", BLACKWELL): 3784,
+    ("mxfp4_2d", BLACKWELL): 4502,
+    ("quartet2", HOPPER): 8768,
+    ("nvfp4", HOPPER): 9340,
+    ("tetrajet2", HOPPER): 8768,
+    ("quartet", HOPPER): 12416,
+    ("mxfp4", HOPPER): 9216,
+    ("mxfp4_2d", HOPPER): 9818,
+}
+
 
 def line(recipe: str, capability: int) -> str:
     found = launched(recipe, capability)
@@ -26,10 +42,16 @@ def line(recipe: str, capability: int) -> str:
     before = launched(recipe, capability, apart=True).total()
     biased = launched(recipe, capability, bias=True).total()
     title = f"{capability // 10}.{capability % 10} {recipe}: "
-    moved = f"{bytes_of(recipe, capability) / 1024:.0f} KiB"
-    text = f"{title}{before} -> {found.total()}, {biased} with a bias; {moved}; {names}"
+    text = f"{title}{before} -> {found.total()}, {biased} with a bias; {names}"
     lines = textwrap.wrap(text.replace(" ", "~").replace(",~", ", ").replace(";~", "; "), 90)
     return "\n    ".join(lines).replace("~", " ")
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize(("recipe", "capability"), KIB, ids=str)
+def test_bytes_of_a_linear(recipe: str, capability: int) -> None:
+    """Within 2%: the Triton kernels of Inductor 2.15 move 1.6% more for nvfp4 on a Blackwell."""
+    assert bytes_of(recipe, capability) / 1024 == pytest.approx(KIB[recipe, capability], rel=0.02)
 
 
 class TestLaunchCounts(TestCase):
@@ -40,32 +62,31 @@ class TestLaunchCounts(TestCase):
         self.assertExpectedInline(
             table,
             """\
-10.0 quartet2: 17 -> 9, 9 with a bias; 3920 KiB; align_scales.cu 2, cublaslt 3, randint 1,
+10.0 quartet2: 17 -> 9, 9 with a bias; align_scales.cu 2, cublaslt 3, randint 1,
     rotate_quantize.cu 3
-10.0 nvfp4: 18 -> 15, 15 with a bias; 4082 KiB; align_scales.cu 3, cublaslt 3,
-    partial_max.cu 1, randint 2, rotate_quantize.cu 2, swizzle_scales.cu 1, transpose.cu 1,
-    triton 2
-10.0 tetrajet2: 17 -> 9, 9 with a bias; 3920 KiB; align_scales.cu 2, cublaslt 3,
-    randint 1, rotate_quantize.cu 3
-10.0 quartet: 14 -> 9, 9 with a bias; 3912 KiB; align_scales.cu 2, randint 1,
-    rotate_quantize.cu 3, triton gemm 3
-10.0 mxfp4: 10 -> 7, 7 with a bias; 3784 KiB; align_scales.cu 1, mm 1, randint 1,
+10.0 nvfp4: 18 -> 15, 15 with a bias; align_scales.cu 3, cublaslt 3, partial_max.cu 1,
+    randint 2, rotate_quantize.cu 2, swizzle_scales.cu 1, transpose.cu 1, triton 2
+10.0 tetrajet2: 17 -> 9, 9 with a bias; align_scales.cu 2, cublaslt 3, randint 1,
+    rotate_quantize.cu 3
+10.0 quartet: 14 -> 9, 9 with a bias; align_scales.cu 2, randint 1, rotate_quantize.cu 3,
+    triton gemm 3
+10.0 mxfp4: 10 -> 7, 7 with a bias; align_scales.cu 1, mm 1, randint 1,
     rotate_quantize.cu 2, triton gemm 2
-10.0 mxfp4_2d: 15 -> 15, 15 with a bias; 4502 KiB; align_scales.cu 3, randint 1,
+10.0 mxfp4_2d: 15 -> 15, 15 with a bias; align_scales.cu 3, randint 1,
     rotate_quantize.cu 3, swizzle_scales.cu 1, transpose.cu 1, triton 3, triton gemm 3
-9.0 quartet2: 15 -> 10, 10 with a bias; 8768 KiB; align_scales.cu 1, dequantize.cu 1,
+9.0 quartet2: 15 -> 10, 10 with a bias; align_scales.cu 1, dequantize.cu 1,
     finalize_dequantized.cu 1, mm 3, randint 1, rotate_quantize.cu 3
-9.0 nvfp4: 18 -> 17, 17 with a bias; 9340 KiB; align_scales.cu 1, dequantize.cu 4,
+9.0 nvfp4: 18 -> 17, 17 with a bias; align_scales.cu 1, dequantize.cu 4,
     finalize_dequantized.cu 1, mm 3, partial_max.cu 1, randint 2, rotate_quantize.cu 2,
     transpose.cu 1, triton 2
-9.0 tetrajet2: 15 -> 10, 10 with a bias; 8768 KiB; align_scales.cu 1, dequantize.cu 1,
+9.0 tetrajet2: 15 -> 10, 10 with a bias; align_scales.cu 1, dequantize.cu 1,
     finalize_dequantized.cu 1, mm 3, randint 1, rotate_quantize.cu 3
-9.0 quartet: 19 -> 14, 14 with a bias; 12416 KiB; align_scales.cu 2, dequantize.cu 1,
+9.0 quartet: 19 -> 14, 14 with a bias; align_scales.cu 2, dequantize.cu 1,
     masked_unrotate.cu 2, mm 3, randint 1, rotate_quantize.cu 3, triton 2
-9.0 mxfp4: 12 -> 9, 9 with a bias; 9216 KiB; align_scales.cu 1, mm 3, randint 1,
+9.0 mxfp4: 12 -> 9, 9 with a bias; align_scales.cu 1, mm 3, randint 1,
     rotate_quantize.cu 2, triton 2
-9.0 mxfp4_2d: 18 -> 18, 18 with a bias; 9818 KiB; align_scales.cu 3, dequantize.cu 4,
-    mm 3, randint 1, rotate_quantize.cu 3, transpose.cu 1, triton 3""",
+9.0 mxfp4_2d: 18 -> 18, 18 with a bias; align_scales.cu 3, dequantize.cu 4, mm 3,
+    randint 1, rotate_quantize.cu 3, transpose.cu 1, triton 3""",
         )
 
 
