@@ -4,9 +4,10 @@
     torchrun --nproc-per-node 2 examples/benchmarks/gather_codes.py
     torchrun --nproc-per-node 2 examples/benchmarks/gather_codes.py --device cpu --width 1024
 
-Blocks of a Llama, fp32 masters, bf16 elsewhere. Each block is compiled, then sharded. Both
-trainings begin with the same weights and the same seeds, and take turns in nothing: first one, then
-the other. Rank 0 prints one line of JSON for each recipe:
+Blocks of a Llama, fp32 masters, bf16 elsewhere; with ``--experts`` a layer of experts behind each
+block. Each is compiled, then sharded. Both trainings begin with the same weights and the same
+seeds, and take turns in nothing: first one, then the other. Rank 0 prints the times of each to
+stderr as they come, and one line of JSON for each recipe:
 
     equal     whether all losses, and the gradients and weights after the last step, have equal bits
     weights   elements of all weights that are gathered as codes
@@ -24,11 +25,13 @@ import gc
 import json
 import os
 import statistics
+import sys
 import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -54,10 +57,32 @@ class Wire:
         return all_gather(output_tensor, input_tensor, group, async_op)
 
 
-class Model(nn.Module):
-    def __init__(self, block: Block, layers: int) -> None:
+class Experts(nn.Module):
+    """x [batch, length, width] -> the same: experts take rows in turn, the last what is left."""
+
+    def __init__(self, block: Block, experts: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(LlamaBlock(block) for _ in range(layers))
+        inner, width, rows = block.width // 2, block.width, block.tokens // (experts - 1)
+        self.norm = nn.RMSNorm(width)
+        self.up = nn.Parameter(torch.randn(experts, inner, width) * width**-0.5)
+        self.down = nn.Parameter(torch.randn(experts, width, inner) * inner**-0.5)
+        ends = torch.arange(1, experts + 1, dtype=torch.int32) * rows
+        self.register_buffer("offs", ends.clamp(max=block.tokens))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x).flatten(0, 1)
+        h = F.silu(torch._grouped_mm(h, self.up.mT, offs=self.offs))
+        return x + torch._grouped_mm(h, self.down.mT, offs=self.offs).view_as(x)
+
+
+class Model(nn.Module):
+    def __init__(self, block: Block, layers: int, experts: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList()
+        for _ in range(layers):
+            self.layers.append(LlamaBlock(block))
+            if experts:
+                self.layers.append(Experts(block, experts))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -77,7 +102,7 @@ def train(args: argparse.Namespace, recipe: str, *, codes: bool) -> dict[str, An
         args.device, int(os.environ["LOCAL_RANK"]) if args.device == "cuda" else 0
     )
     with torch.device(device):
-        model = Model(block, args.layers)
+        model = Model(block, args.layers, args.experts)
     mesh = init_device_mesh(args.device, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     options: dict[str, Any] = {"recipe": recipe, "inner": args.inner}
@@ -115,14 +140,18 @@ def train(args: argparse.Namespace, recipe: str, *, codes: bool) -> dict[str, An
         losses.append(loss.item())
         sent = wire.bytes
     weights = [local(p).cpu().clone() for p in model.parameters()]
-    elements = sum(p.numel() for p in model.parameters() if p.ndim == 2)
+    seconds, host = statistics.median(times[3:]), statistics.median(hosts[3:])
+    if dist.get_rank() == 0:
+        what = f"{recipe}, {'codes' if codes else 'values'} gathered"
+        print(f"{what}: {1e3 * seconds:.1f} ms, host {1e3 * host:.1f}", file=sys.stderr, flush=True)
+    elements = sum(p.numel() for p in model.parameters() if p.ndim > 1)
     return {
         "bits": [torch.tensor(losses), *gradients, *weights],
         "elements": elements,
         "bytes": sent,
         "peak": torch.cuda.max_memory_allocated() if args.device == "cuda" else 0,
-        "seconds": statistics.median(times[3:]),
-        "host": statistics.median(hosts[3:]),
+        "seconds": seconds,
+        "host": host,
     }
 
 
@@ -152,6 +181,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--experts", type=int, default=0, help="for each layer, 2 or more")
     parser.add_argument("--offload", action="store_true", help="CPUOffloadPolicy")
     parser.add_argument("--graphs", action="store_true", help="CUDA graphs")
     parser.add_argument("--keep", action="store_true", help="reshard_after_forward=False")
