@@ -19,7 +19,7 @@ from q2compile.compiler.compile_graph import compile_graph, compile_plain, holds
 from q2compile.compiler.post_grad_passes import fuses_rotations
 from q2compile.config import CallArguments, Config
 from q2compile.failures.stage_error import COMPILE, REWRITE, Faults
-from q2compile.linear.checks_ahead import begin_checks, inductor_kernels_ahead
+from q2compile.linear.checks_ahead import begin_checks, begin_library, inductor_kernels_ahead
 from q2compile.lowering.inductor_kernels import selfcheck as inductor_selfcheck
 from q2compile.report import announce
 from q2compile.report.graph_log import GraphLog
@@ -103,9 +103,11 @@ def quartet2(
 
 
 def _begin_checks(rows: Sequence[Row], example_inputs: Sequence[Any], config: Config) -> None:
-    tensors = (x for x in example_inputs if isinstance(x, torch.Tensor))
-    device = next((x.device for x in tensors if x.device.type == "cuda"), None)
+    devices = [x.device for x in example_inputs if isinstance(x, torch.Tensor)]
+    device = next((each for each in devices if each.type == "cuda"), None)
     texts = [(row.fprop, row.dgrad, row.wgrad) for row in rows if row.taken]
+    if device is None and texts and any(each.type == "cpu" for each in devices):
+        begin_library()
     if device is None or not texts:
         return
     begin_checks(texts, device, fuses_rotations(config, device))

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The self-checks that a graph's kernels need on a new machine, begun before a pass asks for them.
+"""Begins what a graph's kernels need on a new machine, before a pass or a call asks for it: on a
+GPU self-checks, on a CPU the library of kernels.
 
 A check compiles what it launches, half a second each, and the first step would wait for one after
 the other. Known is which come, from the recipes, before AOTAutograd traces the graph: threads
@@ -9,12 +10,14 @@ for.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
 from q2compile.recipes.recipe import Operand, Recipe, parse
+from q2compile.runtime_kernels.cpu import build
 from q2compile.runtime_kernels.cuda import selfcheck
 from q2compile.runtime_kernels.cuda.checked_cases import (
     BOTH,
@@ -29,11 +32,26 @@ from q2compile.runtime_kernels.cuda.checked_cases import (
 from q2compile.runtime_kernels.cuda.jit.launch import multiplies_codes, unsupported
 from q2compile.runtime_kernels.cuda.quantize import fused
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import not_served, rows_when_paired
+from q2compile.runtime_kernels.kernel_states import why_disabled
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED, get_scheme
 from q2compile.runtime_kernels.numerics.transforms import get_transform
 from q2compile.runtime_kernels.ops.requantize import rounds_by_scales
-from q2compile.runtime_kernels.ops.table import DEQUANTIZE, GEMM, SPLIT_SCALES, TRANSPOSE, Variant
-from q2compile.runtime_kernels.registry import CUBLASLT_FP4, CUDA_BF16, TRITON_FP4
+from q2compile.runtime_kernels.ops.table import (
+    DEQUANTIZE,
+    GEMM,
+    QUANTIZE,
+    SPLIT_SCALES,
+    TRANSPOSE,
+    Variant,
+)
+from q2compile.runtime_kernels.registry import CPP, CUBLASLT_FP4, CUDA_BF16, TRITON_FP4
+
+
+def begin_library() -> None:
+    """Have a thread compile the CPU kernels while Inductor compiles the graph, unless a user has
+    disabled them."""
+    if why_disabled(QUANTIZE, CPP) is None:
+        build.begin(os.getpid())
 
 
 def begin_checks(texts: Iterable[tuple[str, str, str]], device: torch.device, fuses: bool) -> None:

@@ -7,8 +7,8 @@ kernels.py     the entry points of the library
 quantize.py, dequantize.py, masked_unrotate.py
 selfcheck.py   a small matrix through each kernel, against the reference
 
-Importing this registers the kernels; nothing is compiled or loaded before the first call. Where
-there is no compiler, the references run.
+Importing this registers the kernels. They are compiled or loaded when `build.begin` asks for it, or
+at the first call. Where there is no compiler, the references run.
 """
 
 from q2compile.runtime_kernels.cpu import build, dequantize, masked_unrotate, quantize

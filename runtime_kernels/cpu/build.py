@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""csrc/kernels.cpp as a library of this machine: compiled once, kept in the cache folder, loaded at
-the first use.
+"""csrc/kernels.cpp as a library of this machine: compiled once by a thread, kept in the cache
+folder, loaded once a process.
 
 The file is named by a hash of the sources, the options, torch's version, and the vectors that torch
 found this processor to have: machines of several kinds may share a folder. The sources include no
@@ -18,6 +18,8 @@ import platform
 import subprocess
 import sys
 import tempfile
+import threading
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
@@ -60,13 +62,35 @@ def reasons() -> list[str]:
     return [f"CPU kernels are left out, their references run instead, slower: {why_missing()}"]
 
 
-@functools.cache
 def library() -> ctypes.CDLL:
-    """The library, from the cache or compiled now.
+    """The library, once it is loaded or compiled.
 
     Raises:
         BuildError: no compiler was found; it failed; what it made can't be loaded.
     """
+    return begin(os.getpid()).result()
+
+
+@functools.cache
+def begin(process: int) -> Future[ctypes.CDLL]:
+    """Have a thread load the library or compile it, which takes seconds. If that begins with a
+    graph, it ends before Inductor has compiled the graph.
+
+    process: this one's id. A fork has no thread of its parent, and begins anew.
+    """
+    made: Future[ctypes.CDLL] = Future()
+
+    def run() -> None:
+        try:
+            made.set_result(_library())
+        except BaseException as error:  # raised by library()
+            made.set_exception(error)
+
+    threading.Thread(target=run, name="q2compile-cpu-kernels").start()
+    return made
+
+
+def _library() -> ctypes.CDLL:
     if sys.byteorder != "little" or sys.platform == "win32":
         raise BuildError(f"they are not written for {platform.machine()} on {sys.platform}.")
     path = library_path()

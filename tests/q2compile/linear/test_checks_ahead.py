@@ -17,12 +17,14 @@ from q2compile.linear import checks_ahead
 from q2compile.linear.checks_ahead import begin_checks, checked_calls
 from q2compile.recipes.published import RECIPES
 from q2compile.recipes.resolve import resolve
+from q2compile.runtime_kernels import kernel_states
+from q2compile.runtime_kernels.cpu import build
 from q2compile.runtime_kernels.cuda import checked_cases, checks, selfcheck
 from q2compile.runtime_kernels.cuda.checked_cases import Use
 from q2compile.runtime_kernels.cuda.jit import launch, nvrtc
 from q2compile.runtime_kernels.cuda.quantize import fused, quantizers
 from q2compile.runtime_kernels.ops.table import Variant
-from q2compile.runtime_kernels.registry import CUDA
+from q2compile.runtime_kernels.registry import CPP, CUDA
 from tests.support.emulation.inductor import INDUCTOR_OPTIONS, emulate, serve_as_on
 
 QUANTIZING = sorted(name for name in RECIPES if name != "bf16")
@@ -128,3 +130,20 @@ def test_a_graph_begins_with_them_on_a_gpu_alone(monkeypatch):
         torch.randn(4, 64)
     )
     assert asked == []
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+def test_a_graph_on_a_cpu_begins_the_library_first(fresh_compiler, monkeypatch, disabled):
+    order = []
+
+    def noted(name, function):
+        return lambda *args: order.append(name) or function(*args)
+
+    monkeypatch.setattr(build, "begin", noted("library", build.begin))
+    monkeypatch.setattr(backend, "compile_graph", noted("graph", backend.compile_graph))
+    if disabled:
+        kernel_states.disable([CPP], "a test")  # conftest restores what was
+    torch.compile(nn.Linear(64, 64), backend="quartet2", options={"inner": "eager"})(
+        torch.randn(4, 64)
+    )
+    assert order[:2] == (["graph"] if disabled else ["library", "graph"])

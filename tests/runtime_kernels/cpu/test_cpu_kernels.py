@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
+import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -290,7 +292,7 @@ def test_serves_all_that_is_not_listed() -> None:
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing is built or checked, before the test and after it."""
     monkeypatch.setattr(selfcheck, "_RESULTS", {})
-    made = build.library, build.why_missing, ctypes_of.entry
+    made = build.begin, build.why_missing, ctypes_of.entry
     for cached in made:
         cached.cache_clear()
     yield
@@ -349,7 +351,7 @@ def test_every_width_of_vectors_has_the_same_bits(fresh, monkeypatch) -> None:
         if name == "AVX512" and has != name or name == "AVX2" and has == "DEFAULT":
             continue  # it has no such instructions
         monkeypatch.setattr(build, "options", lambda flags=flags: (*base, *flags))
-        build.library.cache_clear()
+        build.begin.cache_clear()
         ctypes_of.entry.cache_clear()
         for index, (a, b) in enumerate(zip(results_of_all_kernels(), own, strict=True)):
             assert a.shape == b.shape and a.dtype == b.dtype
@@ -423,7 +425,30 @@ def test_a_library_is_compiled_once_and_a_broken_one_again(fresh, monkeypatch, t
     path = build.library_path()
     path.write_bytes(b"no library")
     assert build.library().q2_quantize and path.stat().st_size > 10_000
-    build.library.cache_clear()
+    build.begin.cache_clear()
     monkeypatch.setattr(build, "cpp_compiler", lambda: "/nowhere/g++")
     assert build.library().q2_quantize, "from the cache"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_library_is_begun_in_a_thread_once_a_process(fresh, monkeypatch, tmp_path) -> None:
+    asked, go = threading.Event(), threading.Event()
+
+    def slow():
+        asked.set()
+        assert go.wait(60)
+        raise RuntimeError("none found at last")
+
+    monkeypatch.setenv("Q2COMPILE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(build, "cpp_compiler", slow)
+    begun = build.begin(os.getpid())
+    assert asked.wait(60) and not begun.done()
+    assert build.begin(os.getpid()) is begun
+    fork = build.begin(-1)
+    go.set()
+    assert fork is not begun
+    for future in (begun, fork):
+        with pytest.raises(build.BuildError, match="none found at last"):
+            future.result(60)
+    with pytest.raises(build.BuildError, match="none found at last"):
+        build.library()
