@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import gc
 import logging
 import os
 import shutil
@@ -44,6 +45,14 @@ settings.load_profile("q2compile")
 # pytest hangs a handler on every logger that does not propagate, and torch takes one on this logger
 # for TORCH_TRACE: it would write down every graph of every test.
 logging.getLogger("torch.__trace").propagate = True
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _collections_see_one_module() -> None:
+    """The garbage collector visits only what the running module created. Millions of objects
+    outlive their module (imports, torch's caches); a collection that visits them takes seconds."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

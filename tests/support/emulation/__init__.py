@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the .cu files of runtime_kernels/cuda/csrc on a CPU.
 
-g++ compiles them with cuda.h (threads as coroutines) and with ptx.cuh of this folder in place of
-theirs, which holds all their inline PTX. Only a GPU can show that its instructions follow the PTX
-manual, that memory is ordered as the code assumes, and how fast a kernel is.
+g++ compiles them with cuda.h (threads as coroutines, run by threads.cpp) and with ptx.cuh of this
+folder in place of theirs, which holds all their inline PTX. Only a GPU can show that its
+instructions follow the PTX manual, that memory is ordered as the code assumes, and how fast a
+kernel is.
 """
 
 import ctypes
@@ -27,7 +28,7 @@ from q2compile.runtime_kernels.cuda.jit.launch import Launch, params_bytes
 HERE = Path(__file__).parent
 # Without _FORTIFY_SOURCE, whose longjmp refuses to change to another stack.
 _COMPILER = (
-    *("g++", "-std=c++17", "-O1", "-ffp-contract=off", "-w", "-fPIC"),
+    *("g++", "-std=c++17", "-Og", "-ffp-contract=off", "-w", "-fPIC"),
     *("-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=0"),
 )
 _MAIN = """
@@ -35,14 +36,11 @@ template <class Params>
 void call(void (*kernel)(Params), const void* params) {{
   kernel(*(const Params*)params);
 }}
+void body(const void* params) {{
+  call({entry}, params);
+}}
 extern "C" void run(const void* params, int grid_x, int grid_y) {{
-  gridDim = {{(unsigned)grid_x, (unsigned)grid_y, 1}};
-  for (unsigned y = 0; y < gridDim.y; ++y)
-    for (unsigned x = 0; x < gridDim.x; ++x) {{
-      blockIdx = {{x, y, 0}};
-      kernel_body = [&] {{ call({entry}, params); }};
-      run_block({threads});
-    }}
+  run_grid(body, params, grid_x, grid_y, {threads});
 }}
 """
 
@@ -83,14 +81,19 @@ def serve(
 
 @functools.cache
 def _folder() -> Path:
-    """The folder of the libraries that all processes of this run build, and in a folder of this
-    process cuda.h precompiled, which takes a third of their compilation."""
+    """The folder of the libraries that all processes of this run build. In a folder of this process
+    are cuda.h, precompiled, and threads.cpp, whose functions all other libraries find."""
     folder = Path(os.environ["TESTS_COMPILED"]) / "emulation"
     own = folder / str(os.getpid())
     own.mkdir(parents=True)
-    shutil.copy(HERE / "cuda.h", own)
-    header = [*_COMPILER, "-x", "c++-header", "cuda.h", "-o", "cuda.h.gch"]
-    subprocess.run(header, cwd=own, check=True)
+    for file in ("cuda.h", "threads.cpp"):
+        shutil.copy(HERE / file, own)
+    for made in (
+        ("-x", "c++-header", "cuda.h", "-o", "cuda.h.gch"),
+        ("-shared", "threads.cpp", "-o", "threads.so"),
+    ):
+        subprocess.run([*_COMPILER, *made], cwd=own, check=True)
+    ctypes.CDLL(str(own / "threads.so"), mode=ctypes.RTLD_GLOBAL)
     return own
 
 

@@ -1,21 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // Enough of CUDA to run one kernel on a CPU: threads of a block are coroutines in one OS thread,
-// blocks run one after the other.
+// blocks run one after the other (threads.cpp).
 //
 // Each coroutine runs to the next point where it waits for others and hands over. When all of a warp
 // wait for its lanes (__syncwarp, a shuffle), the first goes on; when all warps have come to
 // __syncthreads, those of all do. This is right for kernels in which every thread of a warp meets the
 // same such points, and deterministic. It finds wrong results, not races.
 #pragma once
-#include <setjmp.h>
-#include <ucontext.h>
-
 #include <cfenv>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <functional>
-#include <vector>
 
 #define __device__
 #define __global__
@@ -42,7 +37,9 @@ struct alignas(16) float4 {
   float x, y, z, w;
 };
 
-inline uint3 threadIdx, blockIdx, gridDim;
+// Defined in threads.cpp, which is compiled once for all kernels.
+extern uint3 threadIdx, blockIdx, gridDim;
+extern const void* addresses[1024];  // one of each thread, for ldmatrix
 
 template <class T>
 T min(T a, T b) {
@@ -108,30 +105,17 @@ T __ldg(const T* from) {
 }
 
 enum Wait { FOR_WARP, FOR_BLOCK, NO_MORE };
-// A context starts a coroutine; later switches are jumps, since swapcontext is a system call.
-struct Coroutine {
-  ucontext_t context;
-  jmp_buf at;
-  bool begun;
-  std::vector<char> stack;
-  Wait waits;
-  unsigned steps;
-};
-inline std::vector<Coroutine> coroutines;
-inline jmp_buf scheduler;
-inline unsigned exchanged[2][1024];
-inline const void* addresses[1024];
-inline std::function<void()> kernel_body;
+extern void hand_over(Wait waits);
+// One value of each thread of the block: this thread's is written, those of its warp can be read.
+extern const unsigned* exchange(unsigned value);
+// Runs kernel(params) in every thread of every block.
+extern void run_grid(
+    void (*kernel)(const void*), const void* params, unsigned x, unsigned y, unsigned threads);
 
 inline int __popc(unsigned x) {
   return __builtin_popcount(x);
 }
 
-inline void hand_over(Wait waits) {
-  Coroutine& own = coroutines[threadIdx.x];
-  own.waits = waits;
-  if (!_setjmp(own.at)) _longjmp(scheduler, 1);
-}
 inline void __syncthreads() {
   hand_over(FOR_BLOCK);
 }
@@ -139,13 +123,6 @@ inline void __syncwarp() {
   hand_over(FOR_WARP);
 }
 
-// Two slots in turn: a coroutine is never more than one step ahead of another.
-inline const unsigned* exchange(unsigned value) {
-  unsigned* slots = exchanged[coroutines[threadIdx.x].steps++ & 1];
-  slots[threadIdx.x] = value;
-  __syncwarp();
-  return slots;
-}
 inline float __shfl_xor_sync(unsigned, float x, int mask) {
   return __uint_as_float(exchange(__float_as_uint(x))[threadIdx.x ^ mask]);
 }
@@ -168,51 +145,4 @@ inline bool __all_sync(unsigned, bool x) {
 }
 inline unsigned __vmaxu2(unsigned x, unsigned y) {
   return max(x >> 16, y >> 16) << 16 | max(x & 0xFFFF, y & 0xFFFF);
-}
-
-inline void coroutine_main() {
-  kernel_body();
-  hand_over(NO_MORE);
-}
-
-inline void resume(Coroutine& coroutine) {
-  if (_setjmp(scheduler)) return;
-  if (coroutine.begun) _longjmp(coroutine.at, 1);
-  coroutine.begun = true;
-  setcontext(&coroutine.context);
-}
-
-// Runs the threads of a warp that wait so, each to where it waits next; whether there were any.
-inline bool run_warp(unsigned first, unsigned last, Wait waiting) {
-  bool any = false;
-  for (unsigned t = first; t < last; ++t) {
-    if (coroutines[t].waits != waiting) continue;
-    threadIdx = {t, 0, 0};
-    resume(coroutines[t]);
-    any = true;
-  }
-  return any;
-}
-
-inline void run_block(unsigned threads) {
-  coroutines.resize(threads);
-  for (auto& c : coroutines) {
-    c.stack.resize(64 * 1024);
-    c.waits = FOR_BLOCK;
-    c.steps = 0;
-    c.begun = false;
-    getcontext(&c.context);
-    c.context.uc_stack.ss_sp = c.stack.data();
-    c.context.uc_stack.ss_size = c.stack.size();
-    makecontext(&c.context, coroutine_main, 0);
-  }
-  for (bool busy = true; busy;) {
-    busy = false;
-    for (unsigned t = 0; t < threads; t += 32) {
-      unsigned last = min(t + 32, threads);
-      busy |= run_warp(t, last, FOR_BLOCK);
-      while (run_warp(t, last, FOR_WARP)) {
-      }
-    }
-  }
 }
