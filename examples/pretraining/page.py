@@ -33,7 +33,7 @@ from pretraining.results import (
 from pretraining.runs import RUNS
 
 # Fields of a run that its row has if they are set.
-IF_ANY = ("late", "late_at", "backwards", "perturbed", "mean_split", "against", "about")
+IF_ANY = ("late", "late_at", "backwards", "perturbed", "linear", "against", "about")
 DIGITS = 6  # of a loss in gaps.json: a hundredth of the smallest standard error there is
 
 # Quartet II (arXiv 2601.22813 v2): gap of the validation loss to BF16, nats a token on C4, by the

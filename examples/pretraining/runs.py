@@ -20,7 +20,7 @@ class Run:
     backwards  the sequences of each batch in reverse order (see `batches.Backwards`)
     perturbed  relative standard deviation of a perturbation of the stem's weights, in a branched
                run (see `branching`)
-    mean_split whether the linear layers multiply the token mean of x apart (see `mean_split`)
+    linear     the linear layers that are quantized, another kind of them (see `linears`)
     against    the run whose difference to this one says something
     about      what it tells, for the page
     """
@@ -31,7 +31,7 @@ class Run:
     late_at: float = LATE
     backwards: bool = False
     perturbed: float = 0.0
-    mean_split: bool = False
+    linear: str = ""
     against: str = "bf16"
     about: str = ""
 
@@ -155,5 +155,5 @@ def parse(name: str) -> Run:
     except (json.JSONDecodeError, TypeError) as error:
         raise ValueError(
             f"--runs {name}: {error}; a run of your own is NAME={{'options': {{...}}}} as JSON, "
-            "with late, late_at, backwards, mean_split, against and about if wanted"
+            "with late, late_at, backwards, linear, against and about if wanted"
         ) from None

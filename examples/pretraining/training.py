@@ -27,7 +27,7 @@ import q2compile
 from pretraining import checkpoint
 from pretraining.batches import Backwards, Batches, First, prefetched
 from pretraining.branching import Stem
-from pretraining.mean_split import split_means
+from pretraining.linears import feed_back, replace_linears
 from pretraining.model import SIZES, build_model
 from pretraining.oracle import References, by_references, exact_sums
 from pretraining.record import Losses, Point
@@ -139,8 +139,8 @@ class Trainee:
         fresh: torch.nn.Module = build_model(self.size, setup.vocab, setup.seq)
         if self.model is None:
             self.model = fresh.to(setup.device)
-            if self.run.mean_split:
-                split_means(self.model)
+            if self.run.linear:
+                replace_linears(self.model, self.run.linear, setup.options(self.run))
             self.compiled[False] = self.compile(late=False)
         else:
             self.model.load_state_dict(fresh.state_dict())
@@ -203,6 +203,7 @@ class Trainee:
         with self.numerics():
             loss = self.loss(tokens, step)
             loss.backward()
+        feed_back(self.model)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()

@@ -7,12 +7,12 @@ import json
 import math
 import sys
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
@@ -22,7 +22,6 @@ from pretraining.batches import Windows  # noqa: E402
 from pretraining.branching import Branch  # noqa: E402
 from pretraining.comparison import Comparison, Data  # noqa: E402
 from pretraining.gaps import gaps  # noqa: E402
-from pretraining.mean_split import split_means  # noqa: E402
 from pretraining.record import Losses, Result  # noqa: E402
 from pretraining.results import run_folder  # noqa: E402
 from pretraining.training import Rhythm, Setup, Stopped  # noqa: E402
@@ -190,45 +189,28 @@ def test_branched_runs_have_a_file_of_their_own(branched: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("file", "wanted"), [("mxfp4_2d", "mxfp4_2d"), ("forward", "mean-split")], ids=str
+    ("file", "wanted"),
+    [
+        ("mxfp4_2d", lambda run: "mxfp4_2d" in run.name),
+        ("forward", lambda run: run.linear),
+        ("arms", lambda run: run.linear),
+    ],
+    ids=["mxfp4_2d", "forward", "arms"],
 )
-def test_the_arms_train(branched: Path, file: str, wanted: str) -> None:
+def test_the_arms_train(branched: Path, file: str, wanted: Callable[[runs.Run], object]) -> None:
     """Each resumes from the stem of seed 0, and ends with other weights."""
     path = EXAMPLES / "pretraining" / f"branched_{file}.toml"
     given = Namespace(plan=path, seeds=[0], tokens=1.0, size="30m", branch_at=None)
     asked = {name: runs.parse(name) for job in plan.jobs(given) for name in job.runs}
-    arms = [run for run in asked.values() if wanted in run.name]
+    arms = [run for run in asked.values() if wanted(run)]
     compared = comparison(branched, Branch(BRANCH, branched / "stems"))
     for run in arms:
         list(compared.train(run, [0]))
     found = {run.name: result(branched, run.name).val_loss for run in arms}
-    assert len(found) == {"mxfp4_2d": 7, "forward": 2}[file]
+    assert len(found) == {"mxfp4_2d": 7, "forward": 2, "arms": 4}[file]
     assert all(math.isfinite(loss) for loss in found.values())
     others = {result(branched, run).val_loss for run in ("bf16", "quartet2")}
     assert len({*others, *found.values()}) == 2 + len(found)
-
-
-def test_the_mean_is_split_off_in_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The result and both gradients are those of nn.Linear; the product has x without its mean."""
-    torch.manual_seed(0)
-    linear = nn.Linear(24, 16, dtype=torch.float64)
-    x = (torch.randn(2, 10, 24, dtype=torch.float64) + 3).requires_grad_()
-    dy = torch.randn(2, 10, 16, dtype=torch.float64)
-    wanted = [linear(x), *torch.autograd.grad(linear(x), [x, linear.weight], dy)]
-    split_means(nn.Sequential(linear))
-    multiplied: list[torch.Tensor] = []
-
-    def product(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        multiplied.append(x)
-        return x @ w.t() + b
-
-    monkeypatch.setattr(nn.functional, "linear", product)
-    y = linear(x)
-    found = [y, *torch.autograd.grad(y, [x, linear.weight], dy)]
-    for one, other in zip(found, wanted, strict=True):
-        # The mean and its product are fp32: sums of 24 terms up to 4, each rounded by 2^-24.
-        torch.testing.assert_close(one, other, rtol=0, atol=2e-5)
-    assert multiplied[0].mean((0, 1)).abs().max() < 1e-6 < x.mean((0, 1)).abs().min()
 
 
 @pytest.mark.parametrize("file", PLANS, ids=lambda file: file.stem)
