@@ -73,7 +73,7 @@ MAY_IMPORT = {
     "linear": ["recipes", "runtime_kernels", "torch_internals"],
     "cost_model": ["recipes", "runtime_kernels"],
     "recipes": ["runtime_kernels.numerics"],
-    "passes": ["runtime_kernels", "torch_internals"],
+    "passes": ["capture.node_meta", "runtime_kernels", "torch_internals"],
     "torch_internals": [],
     "errors": [],
     "version": [],

@@ -30,7 +30,7 @@ from q2compile.passes.joint.gather_codes import gather_codes_pass, gathering_not
 from q2compile.passes.joint.gather_scattered import gather_scattered_pass
 from q2compile.passes.joint.keep_packed import keep_packed_pass
 from q2compile.passes.joint.own_seeds import own_seeds_pass
-from q2compile.passes.joint.quantize_shards import quantize_shards_pass
+from q2compile.passes.joint.quantize_shards import quantize_shards_pass, shards_notes
 from q2compile.passes.joint.recompute_mask import recompute_mask_pass
 from q2compile.passes.joint.recompute_weights import recompute_weights_pass
 from q2compile.passes.post_grad.concatenate_last import concatenate_last_pass
@@ -123,7 +123,7 @@ PASSES: tuple[Pass, ...] = (
     _joint("gather_scattered", gather_scattered_pass),
     # Ahead of gather_codes: views of one x become one.
     _joint("share_operands", share_operands_pass, when=lambda w: w.random_forward),
-    _joint("quantize_shards", quantize_shards_pass),
+    _joint("quantize_shards", quantize_shards_pass, notes=shards_notes),
     # Before the passes that introduce schemes it does not know.
     _joint("gather_codes", gather_codes_pass, notes=gathering_notes),
     _joint("share_saved_rotations", share_saved_rotations_pass, when=lambda w: w.random_forward),
@@ -137,7 +137,7 @@ PASSES: tuple[Pass, ...] = (
     _post_grad("gather_scattered", gather_scattered_pass),
     _post_grad("gather_codes", gather_codes_pass, notes=gathering_notes),
     _post_grad("share_operands", share_operands_pass),
-    _post_grad("quantize_shards", quantize_shards_pass),
+    _post_grad("quantize_shards", quantize_shards_pass, notes=shards_notes),
     _post_grad("merge_seeds", merge_seeds_pass),
     _post_grad("pair_directions", pair_directions_pass),  # after merge_seeds: seeds stand up front
     _post_grad("share_rotations", share_rotations_pass),  # after it: a pair has one rng offset

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from q2compile.passes.graph_queries import GEMM_OPS, is_q2, producer, q2_nodes
+from q2compile.passes.graph_queries import GEMM_OPS, RESHAPES, is_q2, producer, q2_nodes
 from q2compile.runtime_kernels.ops.table import GATHER_ROWS, PARTS, SEED, TRANSPOSE, quantizer_of
 from q2compile.runtime_kernels.registry import bound
 
@@ -119,8 +119,9 @@ def _operand(gemm: fx.Node, triple: Any, when: str) -> _Operand:
 def _shard(part: fx.Node) -> fx.Node:
     """This rank's codes or scales, of which ``part`` has gathered all ranks'."""
     through = (_aten.view.dtype, _aten.slice.Tensor, _c10d.wait_tensor.default)
+    in_order = (*RESHAPES, _aten.permute.default)  # parts along another dimension than 0
     gathered, node = False, part
-    while node.target in (*through, _c10d.all_gather_into_tensor.default):
+    while node.target in (*through, *in_order, _c10d.all_gather_into_tensor.default):
         gathered |= node.target is _c10d.all_gather_into_tensor.default
         node = node.args[0]  # type: ignore[assignment]
     return node if gathered else part

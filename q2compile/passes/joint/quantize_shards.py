@@ -9,19 +9,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from q2compile.passes.graph_queries import (
-    GEMM_OPS,
-    RESHAPES,
-    VIEWS_AND_CASTS,
-    is_forward_operand,
-    is_q2,
-)
+from q2compile.capture.node_meta import SITE
+from q2compile.passes.graph_queries import GEMM_OPS, VIEWS_AND_CASTS, is_forward_operand, is_q2
+from q2compile.passes.joint.gathered_weight import GatheredWeight, gathered_weight
 from q2compile.passes.new_node import new_constant, new_node
 from q2compile.runtime_kernels.ops.table import QuantizerCall, quantizers
 
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 _NAN = 0x7F  # as an e4m3 scale
 _LARGEST_G = 2.0**117  # 1536 * g < 2^128
+_NOTE = "q2_shards"  # in a node's meta: why the pass left it
 
 
 def quantize_shards_pass(graph: fx.Graph) -> int:
@@ -40,33 +37,48 @@ def quantize_shards_pass(graph: fx.Graph) -> int:
     SimpleFSDP and others gather weights by such a node of the graph. FSDP2 gathers outside of the
     graph; `q2compile.gather_codes` serves it.
 
-    Preconditions: w is the weight of a GEMM, and s a rank's rows of it, in whole blocks, reached
-    from a graph input by views and casts; quantizers alone read w; a deterministic scheme with a
-    global scale that is a power of two, and no rotation; or MXFP4, which has no global scale, so
-    that s is quantized once and nothing is reduced. Activations that ranks gather stay as they are:
-    one more collective would not pay there.
+    Preconditions: w is the weight of a GEMM, and s a rank's part of it, in whole blocks, reached
+    from a graph input by views and casts; quantizers alone read w (`gathered_weight` has what may
+    stand between them); a deterministic scheme with a global scale that is a power of two, and no
+    rotation; or MXFP4, which has no global scale, so that s is quantized once and nothing is
+    reduced. Activations that ranks gather stay as they are: one more collective would not pay
+    there.
 
     Exact: `weight_cache/shard_codes.py` has the argument, and the rows that set g. The passes can't
     import it: here the same is written as nodes.
     """
-    calls = {n: call for n, call in quantizers(graph) if _fits(call) and _is_weight(n)}
+    found: dict[fx.Node, tuple[QuantizerCall, GatheredWeight]] = {}
+    for node, call in quantizers(graph):
+        weight = gathered_weight(call.x) if _is_weight(node) else None
+        if weight is None:
+            continue
+        why = _why_not(call, weight)
+        if why:
+            node.meta[_NOTE] = f"{node.name}{_of_module(node)} is left: {why}"
+        else:
+            found[node] = call, weight
     moved: dict[fx.Node, list[fx.Node]] = {}  # a gather -> the quantizers of what it gathers
-    for node, call in calls.items():
-        wait = _same(call.x)
-        gather = wait.args[0] if _calls(wait, _c10d.wait_tensor) else None
-        if not isinstance(gather, fx.Node) or not _calls(gather, _c10d.all_gather_into_tensor):
-            continue
-        shape = gather.args[0].meta["val"].shape  # type: ignore[union-attr]
-        static = all(isinstance(n, int) for n in shape) and len(shape) == 2
-        if not static or not _is_input(gather.args[0]):
-            continue
-        if shape[0] % call.scheme.block[0] == 0 and _readers(wait) <= calls.keys():
-            moved.setdefault(gather, []).append(node)
+    for node, (_, weight) in found.items():
+        if weight.readers <= found.keys():
+            moved.setdefault(weight.gather, []).append(node)
+        else:
+            why = "something besides quantizers reads the gathered weight"
+            node.meta[_NOTE] = f"{node.name}{_of_module(node)} is left: {why}"
     for gather, nodes in moved.items():
         for node in nodes:
-            _Moved(graph, node, calls[node], gather).write()
+            _Moved(graph, node, *found[node]).write()
         _erase(graph, gather)
     return sum(map(len, moved.values()))
+
+
+def shards_notes(graph: fx.Graph) -> list[str]:
+    """Why the pass left quantizers of gathered weights. Each note is returned once."""
+    return [node.meta.pop(_NOTE) for node in graph.nodes if _NOTE in node.meta]
+
+
+def _of_module(quantizer: fx.Node) -> str:
+    module = quantizer.meta.get("custom", {}).get(SITE)
+    return f" of {module}" if module else ""
 
 
 def _is_weight(quantizer: fx.Node) -> bool:
@@ -83,21 +95,6 @@ def _is_input(node: Any) -> bool:
     return bool(node.op == "placeholder")
 
 
-def _same(node: Any) -> fx.Node:
-    """``node`` without autograd's views that change nothing."""
-    while node.target in RESHAPES and node.meta["val"].shape == node.args[0].meta["val"].shape:
-        node = node.args[0]
-    return node
-
-
-def _readers(node: fx.Node) -> set[fx.Node]:
-    """Who reads it, by way of such views or not."""
-    found: set[fx.Node] = set()
-    for user in node.users:
-        found |= {user} if _same(user) is user else _readers(user)
-    return found
-
-
 def _erase(graph: fx.Graph, gather: fx.Node) -> None:
     """The gather, and what only it was for: FX erases no collective on its own."""
     for user in list(gather.users):
@@ -105,31 +102,42 @@ def _erase(graph: fx.Graph, gather: fx.Node) -> None:
     graph.erase_node(gather)
 
 
-def _calls(node: Any, packet: Any) -> bool:
-    return getattr(node, "target", None) is packet.default
-
-
-def _fits(call: QuantizerCall) -> bool:
-    if not is_forward_operand(call) or call.scheme.form or call.args["amax"] is not None:
-        return False
-    if call.scheme.global_scale == "none":
-        return True
-    return call.scheme.global_scale == "pow2" and not call.rotated
+def _why_not(call: QuantizerCall, weight: GatheredWeight) -> str:
+    """Why its codes can't be made of shards; "" if they can."""
+    scheme = call.scheme
+    if not is_forward_operand(call) or scheme.form:
+        return "it is no quantizer of a forward operand"
+    if not _is_input(weight.shard):
+        return "a rank's part of it is computed in the graph"
+    if scheme.global_scale == "exact" or call.args["amax"] is not None:
+        return "its global scale is exact"
+    if scheme.global_scale != "none" and call.rotated:
+        return f"its global scale is found after the rotation {call.transform.name}"
+    if scheme.global_scale != "none" and call.x.meta["val"].dtype == torch.float16:
+        return "it is fp16, in which a row that sets the global scale may overflow"
+    height, unit = scheme.block[0], max(scheme.width, call.transform.size)
+    rows, columns = weight.rows_in_one, weight.sizes[2]
+    if rows % height:
+        return f"a rank has {rows} of its rows, and a block spans {height}"
+    if weight.dim == 2 and columns % unit:
+        return f"a rank has {columns} of its columns, and a block spans {unit}"
+    return ""
 
 
 class _Moved:
     """One quantizer of a gathered weight, as it is made anew."""
 
     def __init__(
-        self, graph: fx.Graph, node: fx.Node, call: QuantizerCall, gather: fx.Node
+        self, graph: fx.Graph, node: fx.Node, call: QuantizerCall, weight: GatheredWeight
     ) -> None:
-        self.graph, self.node, self.call, self.gather = graph, node, call, gather
-        self.shard, self.ranks, self.group = gather.args
-        self.rows, self.height = self.shard.meta["val"].shape[0], call.scheme.block[0]  # type: ignore[union-attr]
+        self.graph, self.node, self.call, self.weight = graph, node, call, weight
+        _, self.ranks, self.group = weight.gather.args
+        self.rows, self.height = weight.sizes[0] * weight.sizes[1], call.scheme.block[0]
 
     def write(self) -> None:
         outputs: dict[Any, fx.Node] = {n.args[1]: n for n in self.node.users}
         with self.graph.inserting_before(self.node):
+            self.shard = self.weight.shard_as_matrix(self._new)
             if self.call.scheme.global_scale == "none":
                 made = self._quantized(self.shard, outputs)
                 g = made[2]
@@ -184,16 +192,18 @@ class _Moved:
             part = self._new(_aten.view.dtype, part, torch.uint8)
         name = _c10d.all_gather_into_tensor.default
         part = self._collective(name, part, self.ranks, self.group)
+        part = self.weight.joined(part, self.ranks, height, self._new)
         return part if dtype == torch.uint8 else self._new(_aten.view.dtype, part, dtype)
 
     def _collective(self, target: Any, *args: Any) -> fx.Node:
         """Saved or recomputed in the backward as the gathered values would have been."""
+        gather = self.weight.gather
         begun = self._new(target, *args)
         ended = self._new(_c10d.wait_tensor.default, begun)
         for node in (begun, ended):
             for tag in ("recompute", "ac_graph_id"):
-                if tag in self.gather.meta:
-                    node.meta[tag] = self.gather.meta[tag]
+                if tag in gather.meta:
+                    node.meta[tag] = gather.meta[tag]
         return ended
 
     def _constant(self, value: Any, like: fx.Node) -> fx.Node:

@@ -4,12 +4,14 @@ leaves. tests/end_to_end/distributed/test_gather_codes.py shows on two ranks tha
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 from torch import fx
 
 from q2compile.passes.graph_queries import op_counts
-from q2compile.passes.joint.quantize_shards import quantize_shards_pass
+from q2compile.passes.joint.quantize_shards import quantize_shards_pass, shards_notes
 from q2compile.passes.verify import GraphSpecError, check_spec
 from tests.support.graph_builder import Builder, q2
 
@@ -63,6 +65,33 @@ def graph_of(
     return b.done(*results).graph
 
 
+def graph_of_stack(
+    dim: int, *, transposed: bool = False, scheme: str = "nvfp4_46_pow2", transform: str = "none"
+) -> fx.Graph:
+    """y = grouped_gemm(Q(x), Q(w)), with w [4, 64, 64], or its transpose, gathered along dim."""
+    b = Builder()
+    sizes = [4, 64, 64]
+    sizes[dim] //= RANKS
+    shard = b.placeholder("shard", *sizes)
+    x, offs = b.placeholder("x", 16, COLUMNS), b.placeholder("offs", 4, dtype=torch.int32)
+    w = b.call(WAIT, b.call(GATHER, shard, RANKS, "0"))
+    if dim:
+        parts = b.call(aten.split.Tensor, w, sizes[0])
+        parts = [b.call(operator.getitem, parts, i) for i in range(RANKS)]
+        w = b.call(aten.cat.default, parts, dim)
+    if transposed:
+        w = b.call(aten.permute.default, w, [0, 2, 1])
+        value = w.meta["val"].contiguous()
+        w = b.graph.call_function(
+            aten.clone.default, (w,), {"memory_format": torch.contiguous_format}
+        )
+        w.meta["val"] = value
+    w = b.call(aten.view.default, w, [4 * 64, 64])
+    qw, qx = quantized(b, w, scheme, transform), quantized(b, x, "nvfp4_pow2")
+    schemes = ("nvfp4_pow2", scheme, "fprop", torch.bfloat16)
+    return b.done(b.call(q2.grouped_gemm.default, *qx, *qw[:3], offs, *schemes)).graph
+
+
 def gathers(graph: fx.Graph) -> list[tuple[torch.dtype, tuple[int, ...]]]:
     found = [n.args[0].meta["val"] for n in graph.nodes if n.target is GATHER]
     return [(t.dtype, tuple(t.shape)) for t in found]
@@ -105,22 +134,55 @@ def test_mxfp4_has_no_global_scale_to_agree_on() -> None:
 
 
 @pytest.mark.parametrize(
-    "how",
+    ("dim", "transposed", "rows", "columns"),
     [
-        {"of_activation": True},
-        {"computed": True},
-        {"read": True},
-        {"transform": "rht16_fixed"},
-        {"scheme": "nvfp4_16x16_pow2", "rows": 24},
-        {"scheme": "nvfp4", "amax": True},
+        (0, False, 128, 64),
+        (1, False, 128, 64),
+        (2, False, 256, 32),
+        (0, True, 128, 64),
+        (1, True, 256, 32),
+        (2, True, 128, 64),
     ],
-    ids=lambda how: ",".join(how),
 )
-def test_what_is_left(how) -> None:
+@pytest.mark.parametrize("height", [1, 16])
+def test_stacks_of_experts(dim, transposed, rows, columns, height) -> None:
+    """Each part is quantized as a matrix; what is gathered is put in the order of the whole."""
+    scheme = "nvfp4_46_pow2" if height == 1 else "nvfp4_16x16_pow2"
+    graph = graph_of_stack(dim, transposed=transposed, scheme=scheme)
+    assert quantize_shards_pass(graph) == 1
+    graph.lint()
+    assert gathers(graph) == [
+        (torch.uint8, (rows, columns // 2)),
+        (torch.uint8, (rows // height, columns // 16)),
+    ]
+    (gemm,) = graph.find_nodes(op="call_function", target=q2.grouped_gemm.default)
+    shapes = [tuple(n.meta["val"].shape) for n in gemm.args[3:6]]
+    assert shapes == [(256, 32), (256 // height, 4), ()]
+    check_spec(graph, "forward", "test")
+    assert quantize_shards_pass(graph) == 0 and shards_notes(graph) == []
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ({"of_activation": True}, ""),
+        ({"computed": True}, "a rank's part of it is computed in the graph"),
+        ({"read": True}, "something besides quantizers reads the gathered weight"),
+        ({"transform": "rht16_fixed"}, "its global scale is found after the rotation rht16_fixed"),
+        (
+            {"scheme": "nvfp4_16x16_pow2", "rows": 24},
+            "a rank has 24 of its rows, and a block spans 16",
+        ),
+        ({"scheme": "nvfp4", "amax": True}, "its global scale is exact"),
+    ],
+    ids=str,
+)
+def test_what_is_left(how, why) -> None:
     graph = graph_of(**how)
     before = op_counts(graph)
     assert quantize_shards_pass(graph) == 0 and op_counts(graph) == before
     assert gathers(graph) == [(torch.bfloat16, (how.get("rows", ROWS), COLUMNS))]
+    assert shards_notes(graph) == ([f"quantize_default is left: {why}"] if why else [])
 
 
 def test_the_backward_makes_again_what_it_would_have() -> None:

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A weight that the graph gathers: what stands between the gather and the weight's quantizer, and
+how the codes of shards are those of the whole."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from q2compile.passes.graph_queries import RESHAPES
+
+_aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
+_CASTS = (torch.ops.prims.convert_element_type.default, _aten._to_copy.default)
+_JOINS = (_aten.split.Tensor, operator.getitem, _aten.cat.default)
+New = Callable[..., fx.Node]  # target, arguments -> the node of a call
+
+
+@dataclass(frozen=True)
+class GatheredWeight:
+    """What a quantizer reads: w [N, K], or a stack [E, N, K] as a matrix [E * N, K], of which each
+    rank has a part.
+
+    gather   the all-gather of the parts
+    between  views and casts from the gathered weight to the quantizer, in order
+    sizes    [E, N, K] of a part as the quantizer sees it; E is 1 for a matrix
+    dim      along which of the three the ranks have parts
+    readers  all that reads the gathered weight, by way of such views and casts or not
+    """
+
+    gather: fx.Node
+    between: tuple[fx.Node, ...]
+    sizes: tuple[int, int, int]
+    dim: int
+    readers: frozenset[fx.Node]
+
+    @property
+    def shard(self) -> fx.Node:
+        shard: Any = self.gather.args[0]
+        return shard
+
+    @property
+    def rows_in_one(self) -> int:
+        """Rows of a part that are rows of the whole in a row."""
+        return self.sizes[1] if self.dim == 1 else self.sizes[0] * self.sizes[1]
+
+    def shard_as_matrix(self, new: New) -> fx.Node:
+        """A part [E * N, K], by the views and casts that the whole weight goes through."""
+        node = self.shard
+        for step in self.between:
+            if step.target in RESHAPES:
+                continue
+            node = new(step.target, node, *step.args[1:], **step.kwargs)
+        columns = self.sizes[2]
+        if node.meta["val"].dim() > 2:
+            node = new(_aten.reshape.default, node, [-1, columns])
+        return node
+
+    def joined(self, gathered: fx.Node, ranks: int, height: int, new: New) -> fx.Node:
+        """[ranks * E * N / height, n], codes of all parts, or scales with one row for ``height`` of
+        the weight's, as those of the whole weight."""
+        experts, n, _ = self.sizes
+        columns = gathered.meta["val"].shape[1]
+        if self.dim == 0 or (self.dim == 1 and experts == 1):
+            return gathered
+        if self.dim == 1:
+            apart = new(_aten.view.default, gathered, [ranks, experts, n // height, columns])
+        else:
+            apart = new(_aten.view.default, gathered, [ranks, experts * n // height, columns])
+        order = [1, 0, *range(2, apart.meta["val"].dim())]
+        apart = new(_aten.permute.default, apart, order)
+        size = [-1, columns] if self.dim == 1 else [-1, ranks * columns]
+        return new(_aten.reshape.default, apart, size)
+
+
+def gathered_weight(x: fx.Node) -> GatheredWeight | None:
+    """What is known of ``x``, if it is a gathered weight.
+
+    Between the gather along dimension 0 and ``x`` may stand
+
+        split and cat    a gather along another dimension, as functional collectives write it
+        permute          of the last two dimensions, contiguous again or not
+        view             of the same sizes, or of a stack as a matrix
+        a cast
+    """
+    between: list[fx.Node] = []
+    while _is_seen_through(x):
+        between.insert(0, x)
+        x = x.args[0]  # type: ignore[assignment]
+    wait, dim = _split(x) if x.target is _aten.cat.default else (x, 0)
+    gather: Any = wait.args[0] if wait is not None and _calls(wait, _c10d.wait_tensor) else None
+    if not isinstance(gather, fx.Node) or not _calls(gather, _c10d.all_gather_into_tensor):
+        return None
+    shape = gather.args[0].meta["val"].shape  # type: ignore[union-attr]
+    if len(shape) not in (2, 3) or not all(isinstance(size, int) for size in shape):
+        return None
+    sizes, dim = [1, *shape][-3:], dim + 3 - len(shape)
+    for step in between:
+        if step.target in (_aten.permute.default, _aten.t.default):
+            if step.meta["val"].dim() != len(shape):  # of a stack as a matrix
+                return None
+            sizes[1], sizes[2] = sizes[2], sizes[1]
+            dim = 3 - dim if dim else 0
+    assert wait is not None
+    readers = frozenset(_readers(wait))
+    return GatheredWeight(gather, tuple(between), (sizes[0], sizes[1], sizes[2]), dim, readers)
+
+
+def _is_seen_through(node: fx.Node) -> bool:
+    if node.target in _CASTS or node.target is _aten.clone.default:
+        return True
+    if node.target not in (*RESHAPES, _aten.permute.default, _aten.t.default):
+        return False
+    before, after = node.args[0].meta["val"].shape, node.meta["val"].shape  # type: ignore[union-attr]
+    if node.target in RESHAPES:
+        is_stack_as_matrix = len(before) == 3 and len(after) == 2 and before[-1] == after[-1]
+        return bool(before == after or is_stack_as_matrix)
+    order = [1, 0] if node.target is _aten.t.default else node.args[1]
+    return list(order) == [*range(len(before) - 2), len(before) - 1, len(before) - 2]  # type: ignore[call-overload]
+
+
+def _split(cat: fx.Node) -> tuple[fx.Node | None, int]:
+    """What a cat joins again along another dimension, all parts of one split; and along which."""
+    parts, *dims = cat.args
+    splits = {part.args[0] for part in parts if part.target is operator.getitem}  # type: ignore[union-attr]
+    split: Any = splits.pop() if len(splits) == 1 else None
+    if getattr(split, "target", None) is not _aten.split.Tensor or len(split.args) > 2:
+        return None, 0
+    whole: Any = split.args[0]
+    count = len(split.meta["val"])
+    in_order = [part.args[1] for part in parts] == list(range(count))  # type: ignore[union-attr]
+    gather: Any = whole.args[0] if _calls(whole, _c10d.wait_tensor) else None
+    if not in_order or not _calls(gather, _c10d.all_gather_into_tensor):
+        return None, 0
+    rows = gather.args[0].meta["val"].shape[0]
+    dim: Any = dims[0] if dims else 0
+    dim = dim % len(cat.meta["val"].shape)
+    return (whole, dim) if split.args[1] == rows and dim > 0 else (None, 0)
+
+
+def _readers(node: fx.Node) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    for user in node.users:
+        passes_on = user.target in _JOINS or _is_seen_through(user)
+        found |= _readers(user) if passes_on else {user}
+    return found
+
+
+def _calls(node: Any, packet: Any) -> bool:
+    return getattr(node, "target", None) is packet.default
