@@ -12,6 +12,7 @@ methods, which `.to()` and `load_state_dict(assign=True)` lose with the tensor, 
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -171,6 +172,7 @@ class Wire:
         self._sent: list[torch.Size] = []
         self._placement = record.fsdp_placement
         self._views: list[Tensor] = []
+        self._asked = _with_signature(self._pre)
         self.received = False  # whether the buffers hold what the ranks sent
         self.has_values = True  # whether the parameter holds its values
 
@@ -186,7 +188,7 @@ class Wire:
         local = self._record._sharded_local_tensor
         if getattr(local, _BEFORE, None) is None:
             self._values = self._values or list(self._record.all_gather_outputs)
-            setattr(local, _BEFORE, self._pre)
+            setattr(local, _BEFORE, self._asked)
             setattr(local, _AFTER, self._post)
             if self._record.offload_to_cpu:
                 # FSDP2 looks the two up on a copy on the GPU, which has no attributes.
@@ -213,8 +215,8 @@ class Wire:
         if sent:
             record.fsdp_placement = Shard(0)
         record.all_gather_outputs = [*(self._buffers if sent else ()), *(values if both else ())]
-        own = shard_of(record).to(dtype_of(record)).view(-1)
-        return (*sent, *([own] if both else ())), (bool(sent), both)
+        own = [shard_of(record).to(dtype_of(record)).view(-1)] if both else []
+        return (*sent, *own), (bool(sent), both)
 
     def _allocate(self, sent: list[Tensor], like: Tensor) -> None:
         ranks = self._record.mesh_info.shard_mesh_size
@@ -262,6 +264,17 @@ class Wire:
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(values):
             shards = values.view(-1, *shape).unbind()
             values.copy_(torch.cat(shards, dim).view(-1))
+
+
+def _with_signature(method: Callable[..., Any]) -> Callable[..., Any]:
+    """``method`` as a function that holds its signature. FSDP2 asks `inspect` for it in each gather
+    of each weight; found anew that takes as long as all else of `Wire._pre`."""
+
+    def asked(mesh: Any) -> Any:
+        return method(mesh)
+
+    asked.__signature__ = inspect.signature(asked)  # type: ignore[attr-defined]
+    return asked
 
 
 def post(key: str, text: str) -> None:

@@ -4,10 +4,15 @@
 Two calls for each layer, and not several for each weight: each call costs the host more than its
 kernels cost a GPU. Equal layers share the graphs. One layer's shards in the dtype of the gather are
 alive at a time; between the calls none is, so the second makes them again.
+
+A graph is compiled by each rank for itself, when the others may already wait for this rank in a
+collective. Where that fails the rank runs the same ops without a compiler. They have the same bits,
+so no rank has to know of it.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -21,32 +26,34 @@ from q2compile.torch_internals.dynamo import compiling_apart
 from q2compile.weight_cache import shard_codes
 from q2compile.weight_cache.sharded_weight import ShardedWeight, Wanted
 
-Graphs = dict[Any, Callable[..., Any]]
+Graphs = dict[Any, dict[Any, Callable[..., Any]]]  # forms and layouts -> function, inputs -> graph
 
 
 class ShardBatch:
     """Weights of one group of FSDP2 whose codes all ranks take. All have a global scale, or none.
 
     is_local  whether they have none, so that there is no `agreement`
-    graphs    compiled before, by what they depend on
+    graphs    compiled before, by the weights' forms and layouts
     """
 
     def __init__(self, weights: Sequence[ShardedWeight], graphs: Graphs) -> None:
-        self.weights, self._graphs = weights, graphs
+        self.weights = weights
         agreed = [weight.agreed for weight in weights]
         self._wanted = [wanted for wanted in agreed if wanted is not None]
+        described = tuple((wanted.form, wanted.layout) for wanted in self._wanted)
+        self._graphs = graphs.setdefault(described, {})
         self.is_local = all(shard_codes.is_local(wanted.operand) for wanted in self._wanted)
 
     def agreement(self) -> Tensor:
         """The values that the ranks are to agree on: of `shard_codes.agreement`."""
         shards = self._shards()
-        found: Tensor = self._graph(_agreement, shards)(*shards)[0]
+        found: Tensor = self._run(_agreement, shards)[0]
         return found
 
     def quantize(self, agreed: Tensor) -> None:
         """Make the codes under what the ranks agreed on; it is empty without a global scale."""
         shards = self._shards()
-        made = iter(self._graph(_codes, [agreed, *shards])(agreed, *shards))
+        made = iter(self._run(_codes, [agreed, *shards]))
         for weight, wanted in zip(self.weights, self._wanted, strict=True):
             global_scale, *sent = [next(made) for _ in range(shard_codes.parts(wanted.operand))]
             weight.send(sent, global_scale)
@@ -60,23 +67,40 @@ class ShardBatch:
             cast.append(gathered.to(wanted.form.dtype))
         return cast
 
-    def _graph(self, function: Callable[..., Any], inputs: list[Tensor]) -> Callable[..., Any]:
-        """``function`` of `_wanted` and the inputs, compiled."""
-        described = [(w.form, w.layout) for w in self._wanted]
-        kinds = [(t.shape, t.dtype, t.device) for t in inputs]
-        key = (function, *described, *kinds)
+    @torch.no_grad()
+    def _run(self, function: Callable[..., Any], inputs: list[Tensor]) -> Sequence[Tensor]:
+        """``function`` of `_wanted` and the inputs, compiled if it can be."""
+        key = (function, *((t.shape, t.dtype, t.device) for t in inputs))
         if key not in self._graphs:
-            with torch.no_grad(), compiling_apart(*inputs) as like:
-                of_inputs = partial(function, self._wanted)
-                traced = make_fx(of_inputs, tracing_mode="fake")(*like)
-                self._graphs[key] = self._wanted[0].compile(traced, like)
-        return self._graphs[key]
+            of_inputs = partial(function, self._wanted)
+            try:
+                self._graphs[key] = self._compiled(of_inputs, inputs)
+            except Exception as error:
+                self._graphs[key] = of_inputs
+                _warn(self.weights[0].name, error)
+        made: Sequence[Tensor] = self._graphs[key](*inputs)
+        return made
+
+    def _compiled(self, function: Callable[..., Any], inputs: list[Tensor]) -> Callable[..., Any]:
+        with compiling_apart(*inputs) as like:
+            traced = make_fx(function, tracing_mode="fake")(*like)
+            return self._wanted[0].compile(traced, like)
+
+
+def _warn(name: str, error: Exception) -> None:
+    warnings.warn(
+        f"q2compile: gather_codes: the graph that quantizes the shards of {name!r} and others of "
+        f"its layer failed to compile ({type(error).__name__}: {error}). On this rank it runs "
+        "without a compiler: slower, and with the same bits",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 def _agreement(wanted: Sequence[Wanted], *shards: Tensor) -> tuple[Tensor]:
     found = []
     for w, shard in zip(wanted, shards, strict=True):
-        rows = shard_codes.with_rows(w.form.matrix(shard), w.operand)
+        rows = w.form.matrix(shard).contiguous()
         exact = shard_codes.scheme_of(w.operand).global_scale == "exact"
         found.append(shard_codes.found_in(None if exact else w.quantized(rows), rows, w.operand))
     return (shard_codes.agreement(found),)

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -43,6 +44,7 @@ _NAN = 0x7F  # as an e4m3 scale
 _LARGEST_G = 2.0**117  # 1536 * g < 2^128
 
 
+@lru_cache
 def scheme_of(operand: str) -> Scheme:
     return SCHEMES[Operand.parse(operand).scheme]
 
@@ -130,7 +132,7 @@ def found_in(
     parts: Sequence[Tensor] | None, rows: Tensor, operand: str
 ) -> tuple[Tensor, Tensor | None]:
     """One rank's part of `agreement`: fp32 0-dim, and for a pow2 scheme whether any of its blocks
-    has a scale, 0-dim. parts: of `with_rows` quantized, for a pow2 scheme."""
+    has a scale, 0-dim. rows: a shard as a matrix. parts: of it quantized, for a pow2 scheme."""
     if scheme_of(operand).global_scale == "exact":
         return torch.ops.q2.amax(rows), None
     assert parts is not None

@@ -68,6 +68,8 @@ class ShardedWeight:
         self._wire = fsdp.Wire(record, self._before_gather)
         self._sent: list[Tensor] = []  # this rank's codes, of the last forward
         self._global_scale: Tensor | None = None
+        self._views: tuple[Any, ...] | None = None  # of `_whole`
+        self._layouts: dict[Form, Layout] = {}
         self._fresh = False  # whether they are those of the forward that runs now
         self._values_too = False  # whether this forward has read values, and its backward may
 
@@ -117,13 +119,25 @@ class ShardedWeight:
         agreed = self.agreed
         if self._wire.received and agreed is not None and agreed.number == wanted.number:
             assert self._global_scale is not None
-            whole, operand = self._wire.whole, wanted.form.operand
-            codes, scales, *mask = shard_codes.of_whole(whole, wanted.layout, operand)
+            codes, scales, *mask = self._whole(wanted)
             return codes, scales, self._global_scale, *mask
         self._gather_values()
         w = fsdp.gathered_parameter(self.record)
         assert w is not None
         return make(wanted.form.matrix(w).contiguous())
+
+    def _whole(self, wanted: Wanted) -> list[Tensor]:
+        """What is gathered, as parts of the whole weight. Views of it are made once, since each
+        gather writes the same memory."""
+        received = self._wire.whole
+        key = id(received), wanted
+        if self._views is None or self._views[:2] != key:
+            whole = shard_codes.of_whole(received, wanted.layout, wanted.operand)
+            if wanted.layout.dim:  # copies
+                return whole
+            self._views = (*key, whole, received)  # the last, so that its id stays its own
+        found: list[Tensor] = self._views[2]
+        return found
 
     def why_not(self, form: Form) -> str:
         """Why codes of a form can't be gathered; "" if they can."""
@@ -133,8 +147,12 @@ class ShardedWeight:
         return shard_codes.why_not(form.operand, dtypes, self.layout(form))
 
     def layout(self, form: Form) -> Layout:
-        whole, shard = fsdp.shape_of(self.record), fsdp.padded_shape(self.record)
-        return Layout.of(whole, shard, fsdp.sharded_dim(self.record), form.transposed)
+        """How its shards are cut for a form: always the same."""
+        if form not in self._layouts:
+            whole, shard = fsdp.shape_of(self.record), fsdp.padded_shape(self.record)
+            dim = fsdp.sharded_dim(self.record)
+            self._layouts[form] = Layout.of(whole, shard, dim, form.transposed)
+        return self._layouts[form]
 
     def read_values(self) -> None:
         """Something is about to read the gathered parameter itself. Without gradients that says

@@ -7,84 +7,49 @@ by bit. Scenarios with equal results share the run without gather_codes.
 
 from __future__ import annotations
 
-import hashlib
 import os
-import re
 import signal
 import sys
-import tempfile
 import traceback
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import expert_parallel
+import recorded
 import torch
 import torch.distributed as dist
+from in_graph_gathers import in_graph, in_graph_experts
+from recorded import (
+    BF16,
+    LONG,
+    SEQ,
+    STEPS,
+    Attach,
+    Run,
+    Training,
+    mesh_of,
+    no_attach,
+    of_vectors,
+    tokens_of,
+)
 from tensor_parallel import tensor_parallel
 from torch import Tensor, nn
 from torch.distributed import checkpoint
-from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from training import VOCAB, loss_of, new_model
 
 import q2compile
 from q2compile.recipes.published import RECIPES
-from q2compile.report.report import Report, collector
+from q2compile.weight_cache import shard_batch
 
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-all_reduce = dist.all_reduce
-BATCH, SEQ, STEPS, LONG = 4, 32, 6, 8
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-Attach = Callable[[nn.Module], int]
-
-
-@dataclass
-class Run:
-    """The results of one rank. bytes, reduced: its bytes in all-gathers and in all-reduces, by
-    step."""
-
-    losses: list[float] = field(default_factory=list)
-    digests: list[str] = field(default_factory=list)  # of all gradients of a step, and the weights
-    bytes: list[int] = field(default_factory=list)
-    reduced: list[int] = field(default_factory=list)
-    count: int | None = None  # what gather_codes returned
-    why: dict[str, str] = field(default_factory=dict)  # module -> what the report says of it
-    notes: dict[str, Any] = field(default_factory=dict)
-    error: str = ""
-
-
-class Wire:
-    """FSDP2's all-gather, counted; and all all-reduces, FSDP2's of replicas and gather_codes'."""
-
-    def __init__(self) -> None:
-        self.bytes = self.reduced = 0
-
-    def all_reduce(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        self.reduced += tensor.nbytes
-        return all_reduce(tensor, *args, **kwargs)
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op=False):
-        self.bytes += input_tensor.nbytes
-        return all_gather(output_tensor, input_tensor, group, async_op)
-
-
-def no_attach(model: nn.Module) -> int:
-    return 0
-
-
-def mesh_of(*shape: int) -> DeviceMesh:
-    names = ("replicate", "shard")[-len(shape) :]
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+EXACT = {"global_scale": "exact"}
 
 
 def build(
@@ -127,85 +92,9 @@ def build(
     return model, torch.compile(model, backend="quartet2", options=options) if whole else model
 
 
-def tokens_of(step: int, part: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(100 * step + part)
-    tokens = torch.randint(VOCAB, (dist.get_world_size() * 2, SEQ), generator=generator)
-    return tokens.chunk(dist.get_world_size())[dist.get_rank()]
-
-
-def of_tokens(call: Any, step: int, part: int) -> Tensor:
-    tokens = tokens_of(step, part)
-    return loss_of(call(tokens), tokens)
-
-
-def of_vectors(call: Any, step: int, part: int) -> Tensor:
-    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    x, target = torch.randn(2, 80, expert_parallel.WIDTH, generator=generator)
-    return (call(x).float() - target).square().mean()
-
-
 def folder() -> Path:
     """The folder of the results."""
     return Path(sys.argv[1])
-
-
-def digest(tensors: Iterable[Tensor]) -> str:
-    found = hashlib.sha256()
-    for t in tensors:
-        local = t.to_local() if isinstance(t, DTensor) else t
-        found.update(local.detach().contiguous().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
-
-
-class Training:
-    """Steps of AdamW, each recorded in ``run``."""
-
-    def __init__(
-        self,
-        model: Any,
-        call: Any,
-        attach: Attach | None,
-        loss: Callable[[Any, int, int], Tensor] | None = None,
-    ) -> None:
-        """loss: of ``call`` on this rank's data of a step, and of a part of it."""
-        self.run, self.wire, self.model, self.call = Run(), Wire(), model, call
-        self.loss = loss or of_tokens
-        for module in model.modules():
-            if hasattr(module, "set_custom_all_gather"):
-                module.set_custom_all_gather(self.wire)
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        self.step, self.report = 0, Report()
-        if attach is not None:
-            self.run.count = attach(model)
-        torch.manual_seed(dist.get_rank())
-
-    def steps(self, number: int, micro_batches: int = 1) -> Training:
-        token = collector.set(self.report)
-        dist.all_reduce = self.wire.all_reduce
-        for _ in range(number):
-            self.step += 1
-            before, reduced, total = self.wire.bytes, self.wire.reduced, 0.0
-            for part in range(micro_batches):
-                if micro_batches > 1:
-                    self.model.set_requires_gradient_sync(part == micro_batches - 1)
-                loss = self.loss(self.call, self.step, part)
-                loss.backward()
-                total += loss.item()
-            self.run.bytes.append(self.wire.bytes - before)
-            self.run.reduced.append(self.wire.reduced - reduced)
-            self.run.losses.append(total)
-            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-            self.optimizer.step()
-            self.run.digests.append(digest([*gradients, *self.model.parameters()]))
-            self.optimizer.zero_grad()
-        collector.reset(token)
-        dist.all_reduce = all_reduce
-        return self
-
-    def done(self) -> Run:
-        rows = self.report.to_json()
-        self.run.why = {row["module"]: row["why"] or row["gathered"] for row in rows}
-        return self.run
 
 
 def simple(steps: int = STEPS, **how: Any) -> Callable[[Attach], Run]:
@@ -214,6 +103,24 @@ def simple(steps: int = STEPS, **how: Any) -> Callable[[Attach], Run]:
 
 def accumulated(**how: Any) -> Callable[[Attach], Run]:
     return lambda attach: Training(*build(**how), attach).steps(STEPS, micro_batches=2).done()
+
+
+def not_compilable(attach: Attach) -> Run:
+    """Rank 1 can't compile the graphs that quantize its shards."""
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("planted")
+
+    trace = shard_batch.make_fx
+    shard_batch.make_fx = fail if dist.get_rank() == 1 else trace
+    try:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            run = Training(*build(), attach).steps(4).done()
+    finally:
+        shard_batch.make_fx = trace
+    run.notes["warnings"] = [str(w.message) for w in found if "planted" in str(w.message)]
+    return run
 
 
 def bare(attach: Attach) -> Run:
@@ -256,7 +163,7 @@ def evaluated(attach: Attach) -> Run:
 
 def by_hand(attach: Attach) -> Run:
     """module.unshard() gives values, also if the forward gathers codes."""
-    training = Training(*build(), attach).steps(4)
+    training = Training(*build(options=EXACT), attach).steps(4)
     layer = training.model.layers[0]
     layer.unshard()
     training.run.notes["weight"] = layer.up.weight.detach().clone()
@@ -354,50 +261,6 @@ def experts(recipe: str, dim: int = 0, parallel: bool = False) -> Callable[[Atta
     return scenario
 
 
-class InGraph(nn.Module):
-    """A linear whose weight is a DTensor that its forward gathers, as SimpleFSDP's are; or a plain
-    shard (functional)."""
-
-    def __init__(self, linear: nn.Linear, mesh: DeviceMesh, functional: bool) -> None:
-        super().__init__()
-        shard = distribute_tensor(linear.weight.detach(), mesh, [Shard(0)])
-        self.weight = nn.Parameter(shard.to_local().clone() if functional else shard)
-        self.mesh, self.functional = mesh, functional
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.functional:
-            w = all_gather_tensor_autograd(self.weight.bfloat16(), 0, self.mesh.get_group())
-        else:
-            whole = {"placements": [Replicate()], "forward_dtype": torch.bfloat16}
-            w = self.weight.redistribute(**whole).to_local(grad_placements=[Partial("avg")])
-        return nn.functional.linear(x, w)
-
-
-def in_graph(recipe: str, functional: bool = False) -> Callable[[Attach], Run]:
-    """Without: the pass that moves the quantizers before the gathers is disabled. notes: the bytes
-    that a rank sends in the gathers of the compiled graphs."""
-
-    def scenario(attach: Attach) -> Run:
-        mesh, model = mesh_of(2), new_model().bfloat16()
-        for layer in model.layers:
-            for name in ("gate", "up", "down"):
-                setattr(layer, name, InGraph(getattr(layer, name), mesh, functional))
-        with tempfile.TemporaryDirectory() as folder:
-            options = {"inner": "eager", "recipe": recipe, "dump": folder}
-            options["policy"] = {"head": "bf16"}
-            options["disable_passes"] = ["quantize_shards"] if attach is no_attach else []
-            call = torch.compile(model, backend="quartet2", options=options)
-            run = Training(model, call, None).steps(STEPS).done()
-            graphs = Path(folder, f"rank{dist.get_rank()}").glob("*/4_after_passes_*.txt")
-            gathers = r": (u8|bf16)\[(\d+), (\d+)\] = _c10d_functional\.all_gather_into_tensor"
-            found = [m for path in graphs for m in re.findall(gathers, path.read_text())]
-        size = {"u8": 1, "bf16": 2}
-        run.notes["bytes"] = sum(size[kind] * int(n) * int(k) // 2 for kind, n, k in found)
-        return run
-
-    return scenario
-
-
 def faulty(kind: str) -> Callable[[Attach], Run]:
     """The second half of the ranks (on four ranks: the second replica) differs. All ranks must
     raise an error."""
@@ -416,26 +279,22 @@ def faulty(kind: str) -> Callable[[Attach], Run]:
     return scenario
 
 
-EXACT = {"global_scale": "exact"}
 SCENARIOS: dict[str, Callable[[Attach], Run]] = {
     **{name: simple(LONG, recipe=name) for name in RECIPES if name != "bf16"},
-    "exact": simple(options=EXACT),
     "exact_square": simple(options=EXACT, recipe="nvfp4"),
-    "fp32": simple(policy=None),
-    "bf16_masters": simple(policy=None, masters=torch.bfloat16),
+    "fp32_columns": simple(policy=None, shard_placement_fn=lambda p: Shard(min(p.ndim - 1, 1))),
+    "bf16_masters": simple(policy=None, masters=torch.bfloat16, far_apart=True),
     "whole": simple(whole=True, root_only=True),
     "whole_blocks": simple(whole=True),
-    "checkpointed": simple(checkpointed=True),
-    "kept": simple(reshard_after_forward=False),
     "offloaded": simple(offload_policy=CPUOffloadPolicy(pin_memory=False)),
-    "columns": simple(shard_placement_fn=lambda p: Shard(min(p.ndim - 1, 1))),
     "roots": simple(roots=True, policy=None),
-    "far_apart": simple(far_apart=True),
     "not_compiled": simple(compiled=False),
     "uneven": simple(inner=131),
+    "uneven_checkpointed": simple(inner=131, checkpointed=True),
     "uneven_square": simple(inner=80, recipe="nvfp4"),
     "accumulated": accumulated(),
     "accumulated_kept": accumulated(reshard_after_forward=False),
+    "not_compilable": not_compilable,
     "bare": bare,
     "attached_late": attached_late,
     "switched": switched,
@@ -446,8 +305,8 @@ SCENARIOS: dict[str, Callable[[Attach], Run]] = {
     "resumed": resumed,
     "experts": experts("quartet2"),
     "experts_rows": experts("quartet", dim=1),
-    **{f"in_graph_{name}": in_graph(name) for name in ("quartet2", "nvfp4", "quartet")},
-    "in_graph_functional": in_graph("quartet2", functional=True),
+    "in_graph": in_graph,
+    "in_graph_experts": in_graph_experts,
 }
 ON_FOUR: dict[str, Callable[[Attach], Run]] = {
     "four": simple(),
@@ -460,12 +319,18 @@ ON_FOUR: dict[str, Callable[[Attach], Run]] = {
 }
 
 
+SAME = {
+    **dict.fromkeys(("whole_blocks", "offloaded", "attached_late", "not_compilable"), "quartet2"),
+    "uneven_checkpointed": "uneven",
+    "bare": "not_compiled",
+    "accumulated_kept": "accumulated",
+    "to_two": "four",
+}
+
+
 def without(name: str) -> str:
     """The scenario whose run without gather_codes has the same results."""
-    if name in ("whole_blocks", "checkpointed", "kept", "offloaded", "attached_late"):
-        return "quartet2"
-    same = {"bare": "not_compiled", "accumulated_kept": "accumulated", "to_two": "four"}
-    return same.get(name, name)
+    return SAME.get(name, name)
 
 
 def main() -> None:
@@ -487,7 +352,7 @@ def main() -> None:
         try:
             found[name] = scenario(attach)
         except Exception:
-            dist.all_reduce = all_reduce
+            dist.all_reduce = recorded.all_reduce
             found[name] = Run(error=traceback.format_exc())
         dist.barrier()
         torch.save(found, folder() / f"found.{dist.get_world_size()}.rank{dist.get_rank()}.pt")

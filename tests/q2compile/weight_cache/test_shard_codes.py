@@ -43,7 +43,8 @@ def gathered_codes(
     shards = [shard_codes.with_rows(form.matrix(s), operand) for s in cut]
     first = [whole_codes(s, operand, dtype) for s in shards]
     if scheme.global_scale != "none":
-        pairs = zip(first, shards, strict=True)
+        own = [form.matrix(s).contiguous() for s in cut]
+        pairs = zip([whole_codes(s, operand, dtype) for s in own], own, strict=True)
         numbers = [shard_codes.agreement([shard_codes.found_in(p, s, operand)]) for p, s in pairs]
         agreed = torch.stack(numbers).amax(0)
         global_scale = shard_codes.global_scale(agreed)
