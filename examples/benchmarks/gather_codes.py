@@ -10,6 +10,10 @@ seeds, and take turns in nothing: first one, then the other. Rank 0 prints the t
 stderr as they come, and one line of JSON for each recipe:
 
     equal     whether all losses, and the gradients and weights after the last step, have equal bits
+    repeats   with ``--deterministic``: whether those of a second training without codes do. Then
+              both are of further trainings under torch.use_deterministic_algorithms: the backward
+              of attention adds in any order otherwise
+    differs   the first step whose loss is another with codes; null for none
     weights   elements of all weights that are gathered as codes
     mb        bytes that a rank sends in the all-gathers of one step, 1e6: [without, with]
     per       those bytes for each gather of an element of its shards: [without, with]
@@ -91,6 +95,7 @@ class Model(nn.Module):
 
 
 def train(args: argparse.Namespace, recipe: str, *, codes: bool) -> dict[str, Any]:
+    """One training. Bits, elements, bytes, times."""
     torch._dynamo.reset()
     gc.collect()
     if args.device == "cuda":
@@ -171,6 +176,12 @@ def slowest(seconds: float, device: str) -> float:
     return float(t)
 
 
+def same(one: dict[str, Any], other: dict[str, Any], device: str) -> bool:
+    """Whether two trainings have equal bits on all ranks."""
+    equal = all(map(torch.equal, one["bits"], other["bits"]))
+    return slowest(float(not equal), device) == 0
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
@@ -185,17 +196,29 @@ def main() -> None:
     parser.add_argument("--offload", action="store_true", help="CPUOffloadPolicy")
     parser.add_argument("--graphs", action="store_true", help="CUDA graphs")
     parser.add_argument("--keep", action="store_true", help="reshard_after_forward=False")
+    parser.add_argument("--deterministic", action="store_true", help="compare bits so, and repeat")
     args = parser.parse_args()
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic algorithms want it
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
     for recipe in args.recipes.split(","):
         runs = [train(args, recipe, codes=codes) for codes in (False, True)]
-        same = all(torch.equal(a, b) for a, b in zip(*(r["bits"] for r in runs), strict=True))
+        compared, repeats = runs, None
+        if args.deterministic:
+            torch.use_deterministic_algorithms(True)
+            torch.utils.deterministic.fill_uninitialized_memory = False
+            compared = [train(args, recipe, codes=codes) for codes in (False, True, False)]
+            torch.use_deterministic_algorithms(False)
+            repeats = same(compared[0], compared[2], args.device)
+        values, codes = (run["bits"][0] for run in compared[:2])
+        differing = (values != codes).nonzero().flatten().tolist()
         passes = 1 if args.keep else 2
         row = {
             "recipe": recipe,
-            "equal": bool(slowest(float(not same), args.device) == 0),
+            "equal": same(*compared[:2], args.device),
+            "repeats": repeats,
+            "differs": differing[0] if differing else None,
             "weights": runs[0]["elements"],
             "mb": [round(r["bytes"] / 1e6, 2) for r in runs],
             "per": [

@@ -120,7 +120,7 @@ def _is_seen_through(node: fx.Node) -> bool:
         is_stack_as_matrix = len(before) == 3 and len(after) == 2 and before[-1] == after[-1]
         return bool(before == after or is_stack_as_matrix)
     order = [1, 0] if node.target is _aten.t.default else node.args[1]
-    return list(order) == [*range(len(before) - 2), len(before) - 1, len(before) - 2]  # type: ignore[call-overload]
+    return list(order) == [*range(len(before) - 2), len(before) - 1, len(before) - 2]  # type: ignore[arg-type]
 
 
 def _split(cat: fx.Node) -> tuple[fx.Node | None, int]:

@@ -131,7 +131,8 @@ class _Moved:
         self, graph: fx.Graph, node: fx.Node, call: QuantizerCall, weight: GatheredWeight
     ) -> None:
         self.graph, self.node, self.call, self.weight = graph, node, call, weight
-        _, self.ranks, self.group = weight.gather.args
+        self.ranks: Any = weight.gather.args[1]
+        self.group = weight.gather.args[2]
         self.rows, self.height = weight.sizes[0] * weight.sizes[1], call.scheme.block[0]
 
     def write(self) -> None:
