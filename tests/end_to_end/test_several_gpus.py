@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`torchrun examples/train_llama.py`, by DDP, FSDP2 and tensor parallel, against one process."""
+"""`examples/train_llama.py` on several ranks, by DDP, FSDP2 and tensor parallel, against one
+process. The ranks have torchrun's environment."""
 
 from __future__ import annotations
 
 import csv
 import json
-import os
-import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -17,6 +16,8 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 from several_gpus import Team  # noqa: E402
+
+from tests.end_to_end.distributed.ranks import run  # noqa: E402
 
 STEPS = 5
 # bf16 logits: 2**-9 of a loss of about 5. The random bits of so few steps add less than that.
@@ -34,6 +35,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 WORKER = """
 import json, sys
 import torch
+sys.path.insert(0, {examples!r})
 import several_gpus, train_llama
 several_gpus.Team.close = lambda team: None
 for arguments in json.loads(sys.argv[1]):
@@ -44,26 +46,20 @@ for arguments in json.loads(sys.argv[1]):
 
 def train(corpus: Path, processes: int, ways: dict[Path, list[str]]) -> None:
     """ways: a folder for the results -> arguments."""
-    command = [sys.executable]
-    if processes > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-        command += [str(processes)]
     common = ["--size", "tiny", "--steps", str(STEPS), "--batch", "4", "--seq", "64"]
     common += ["--vocab", "256", "--eval-batches", "2", "--compile-options", '{"inner": "eager"}']
     common += ["--device", "cpu", "--data", str(corpus)]
+    common += ["--recipes", "quartet2"]
     runs = [[*common, "--out", str(out), *how] for out, how in ways.items()]
     worker = corpus.parent / "worker.py"
-    worker.write_text(WORKER)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES)}
-    command += [str(worker), json.dumps(runs)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.count("reading") == len(ways)  # one process speaks
+    worker.write_text(WORKER.format(examples=str(EXAMPLES)))
+    printed = run(str(worker), processes, json.dumps(runs))
+    assert printed.count("reading") == len(ways)  # one process speaks
 
 
-def losses(out: Path, recipe: str) -> dict[tuple[str, int], float]:
+def losses(out: Path) -> dict[tuple[str, int], float]:
     """(split, step) -> loss."""
-    with open(out / f"{recipe}-seed0" / "losses.csv", newline="") as file:
+    with open(out / "quartet2-seed0" / "losses.csv", newline="") as file:
         return {(r["split"], int(r["step"])): float(r["loss"]) for r in csv.DictReader(file)}
 
 
@@ -80,21 +76,13 @@ WAYS = {"ddp": ["--ddp"], "fsdp": ["--fsdp"], "tp": ["--tp", "2"]}
 @pytest.fixture(scope="module")
 def two_processes(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two")
-    ways = {folder / name: [*how, "--recipes", "quartet2"] for name, how in WAYS.items()}
-    train(corpus, 2, {**ways, folder / "bf16": ["--fsdp", "--recipes", "bf16"]})
+    train(corpus, 2, {folder / name: how for name, how in WAYS.items()})
     return folder
 
 
-def test_losses_of_one_process(one_process: Path) -> None:
-    bf16, quartet2 = losses(one_process, "bf16"), losses(one_process, "quartet2")
-    assert bf16.keys() == quartet2.keys() and bf16["train", 1] != quartet2["train", 1]
-
-
-@pytest.mark.parametrize(("way", "recipe"), [*((w, "quartet2") for w in WAYS), ("bf16", "bf16")])
-def test_losses_are_those_of_one_process(
-    way: str, recipe: str, one_process: Path, two_processes: Path
-) -> None:
-    found, wanted = losses(two_processes / way, recipe), losses(one_process, recipe)
+@pytest.mark.parametrize("way", WAYS)
+def test_losses_are_those_of_one_process(way: str, one_process: Path, two_processes: Path) -> None:
+    found, wanted = losses(two_processes / way), losses(one_process)
     assert found.keys() == wanted.keys()
     for key, loss in found.items():
         assert loss == pytest.approx(wanted[key], abs=BUDGET), key

@@ -7,6 +7,7 @@ trained a model, or in one without it. Writes the generated code and the results
 
 from __future__ import annotations
 
+import gc
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -92,10 +93,6 @@ def _rope(x: Tensor) -> Tensor:
     return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1)
 
 
-def _complex(x: Tensor) -> Tensor:
-    return torch.view_as_real(torch.view_as_complex(x.view(16, 16, 2)) * 1j).flatten(1)
-
-
 class _Square(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -158,19 +155,15 @@ CASES = {
     "cat": Case(of(lambda x: torch.cat([x.sin(), x.cos(), x[:, :8]], 1), ROWS)),
     "cat unused": Case(of(lambda x: (torch.cat([x, x], 0), x * 2)[1], ROWS)),
     "cat of rows": Case(of(lambda x: F.silu(torch.cat([x, x * 2], 0)).sum(1), ROWS)),
-    "stack": Case(of(lambda x: torch.stack([x, x * 2]).amax(0), ROWS)),
-    **{f"sum of {n}": Case(of(lambda x: (x * x).sum(-1), (12, n))) for n in (2, 3, 8, 9, 10, 16)},
+    **{f"sum of {n}": Case(of(lambda x: (x * x).sum(-1), (12, n))) for n in (2, 8, 9, 16)},
     "mean of 8": Case(
         of(lambda x: x - x.view(16, 4, 8).mean(-1, True).expand(16, 4, 8).flatten(1), ROWS)
     ),
-    "amax of 4": Case(of(lambda x: x.view(16, 8, 4).amax(-1), ROWS)),
     "softmax": Case(of(lambda x: (x @ x.t()).softmax(-1), ROWS)),
     "logsumexp": Case(of(lambda x: x.logsumexp(-1), (16, 10))),
-    "var": Case(of(lambda x: x.var(-1), (16, 9))),
     "fp8": Case(of(_fp8, ROWS), trains=False),
     "many nodes": Case(of(lambda x: sum(_many(x)) + x.cos(), ROWS)),
     "rope": Case(of(_rope, ROWS)),
-    "complex": Case(of(_complex, ROWS)),
     "dynamic": Case(LINEAR, compile={"dynamic": True}),
     "dynamic cat": Case(
         of(lambda x: torch.cat([x, x * x.shape[0]], 0), ROWS), compile={"dynamic": True}
@@ -226,6 +219,7 @@ def run(case: Case) -> tuple[list[str], Result]:
     """Code and results of one model."""
     from torch._inductor.utils import run_and_get_code
 
+    gc.freeze()  # collections need not visit the cases before
     torch._dynamo.reset()
     torch.manual_seed(0)
     function, inputs = case.make()

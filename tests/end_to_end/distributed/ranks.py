@@ -9,6 +9,7 @@ ranks are forks of a process that has imported both.
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import runpy
@@ -24,12 +25,14 @@ FOLDER = Path(__file__).parent
 _GRACE = 60.0  # seconds
 
 
-def run(worker: str, ranks: int, *arguments: str, fails: bool = False) -> None:
-    """Run ``worker`` to its end. fails: whether a rank is expected to end with an error."""
+def run(worker: str, ranks: int, *arguments: str, fails: bool = False) -> str:
+    """Run ``worker`` to its end, and return what the ranks print. fails: whether a rank is expected
+    to end with an error."""
     command = [sys.executable, __file__, str(ranks), str(FOLDER / worker), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert (done.returncode != 0) == fails, done.stderr[-4000:]
+    return done.stdout
 
 
 def _free_port() -> int:
@@ -61,6 +64,7 @@ def main() -> int:
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
     os.environ.update(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+    gc.freeze()  # the ranks' collections need not visit what is imported
     children = []
     for rank in range(ranks):
         child = os.fork()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -49,8 +50,13 @@ def calls(source: str) -> Counter[str]:
     return Counter(next(filter(None, match.groups())) for match in found)
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("recipe", ["quartet2", "nvfp4", "quartet", "tetrajet2"])
+@pytest.mark.parametrize(
+    "recipe, capability",
+    [
+        *(("quartet2", capability) for capability in CAPABILITIES),
+        *product(["nvfp4", "quartet", "tetrajet2"], [100, 120]),
+    ],
+)
 def test_a_bias_adds_no_kernel(recipe, capability) -> None:
     """It is an argument of the GEMM, which adds it before its one rounding. In the backward the
     quantizer of the gradient sums its columns, too."""

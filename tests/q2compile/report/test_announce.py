@@ -2,8 +2,6 @@
 """Output without a dump or a report: the log and torch's trace."""
 
 import logging
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -12,6 +10,7 @@ from torch import nn
 from q2compile.report import announce
 from q2compile.report.row import Row
 from q2compile.torch_internals import trace
+from tests.support import forked
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -51,12 +50,6 @@ def run(monkeypatch):
     yield scope["run"]
     announce.LOG.setLevel(level)
     announce.LOG.handlers[:] = handlers
-
-
-def test_the_first_graph_is_a_line_on_stderr_and_the_others_are_silent():
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "")
-    assert done.stderr.splitlines().count(LINE) == 1
 
 
 def test_a_configured_root_logger_shows_it_once_in_its_own_form(run, caplog, capsys):
@@ -170,19 +163,30 @@ model(torch.randn(8, 64))
 """
 
 
-@pytest.mark.parametrize(
-    ("script", "lines"),
-    [
-        (INSIDE_ANOTHER, 1),
-        (OF_TORCH_S_OWN_CLASS, 1),
-        ("import torch; torch.compile(torch.nn.Linear(64, 96), backend='quartet2')", 1),
-        ("import q2compile; q2compile.explain", 0),
-        (SCRIPT, 0),
-    ],
-    ids=["inside another compile", "Sequential", "never called", "imported", "trained"],
-)
-def test_a_backend_that_no_graph_came_to_is_named_at_exit(script, lines):
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+SCRIPTS = {
+    "inside another compile": INSIDE_ANOTHER,
+    "Sequential": OF_TORCH_S_OWN_CLASS,
+    "never called": "import torch; torch.compile(torch.nn.Linear(64, 96), backend='quartet2')",
+    "imported": "import q2compile; q2compile.explain",
+    "trained": SCRIPT,
+}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory) -> dict[str, forked.Ended]:
+    done = forked.run(tmp_path_factory.mktemp("scripts"), [(s,) for s in SCRIPTS.values()])
+    return dict(zip(SCRIPTS, done, strict=True))
+
+
+def test_the_first_graph_is_a_line_on_stderr_and_the_others_are_silent(ended):
+    done = ended["trained"]
+    assert (done.returncode, done.stdout) == (0, "")
+    assert done.stderr.splitlines().count(LINE) == 1
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_backend_that_no_graph_came_to_is_named_at_exit(name, ended):
+    done, lines = ended[name], 0 if name in ("imported", "trained") else 1
     assert done.returncode == 0
     assert done.stderr.count(NO_GRAPH_CAME) == lines
     assert done.stderr.count("Module.compile of torch's own class, such as nn.Sequential") == lines

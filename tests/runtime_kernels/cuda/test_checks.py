@@ -80,7 +80,7 @@ def test_whatever_a_kernel_does_it_alone_is_rejected_once(monkeypatch, folder, h
     assert list((folder.parent / "cache").glob("*.checking")) == []
 
 
-@pytest.mark.parametrize("how", ENDS)
+@pytest.mark.parametrize("how", ["trap", "wrong"])  # the child ends, and goes on
 def test_training_goes_on_with_the_right_numbers(candidate, monkeypatch, folder, how) -> None:
     model, x = Mlp(), torch.randn(32, 64)
 

@@ -48,9 +48,13 @@ def agree(x: torch.Tensor, scheme: str, transform: str, dtype: torch.dtype) -> N
         assert_same_bits(made[:-1], call())
 
 
+# Conversion instructions do not depend on the shape.
 @emulated
-@pytest.mark.parametrize("architecture", [AMPERE, HOPPER, BLACKWELL])
-@pytest.mark.parametrize("shape", [(128, 128), (300, 201), (33, 517), (1, 1), (0, 40), (40, 0)])
+@pytest.mark.parametrize(
+    "shape, architecture",
+    [(s, HOPPER) for s in [(128, 128), (300, 201), (33, 517), (1, 1), (0, 40), (40, 0)]]
+    + [((300, 201), AMPERE), ((300, 201), BLACKWELL)],
+)
 def test_of_quartet2(shape) -> None:
     agree(matrix(*shape), EDEN, "rht128", BF16)
 
