@@ -127,8 +127,8 @@ class ShardedWeight:
         return make(wanted.form.matrix(w).contiguous())
 
     def _whole(self, wanted: Wanted) -> list[Tensor]:
-        """What is gathered, as parts of the whole weight. Views of it are made once, since each
-        gather writes the same memory."""
+        """The gathered tensors, as parts of the whole weight. Views of them are made once, since
+        each gather writes the same memory."""
         received = self._wire.whole
         key = id(received), wanted
         if self._views is None or self._views[:2] != key:

@@ -22,8 +22,8 @@ New = Callable[..., fx.Node]  # target, arguments -> the node of a call
 
 @dataclass(frozen=True)
 class GatheredWeight:
-    """What a quantizer reads: w [N, K], or a stack [E, N, K] as a matrix [E * N, K], of which each
-    rank has a part.
+    """The operand of a quantizer, of which each rank has a part: w [N, K], or a stack [E, N, K] as
+    a matrix [E * N, K].
 
     gather   the all-gather of the parts
     between  views and casts from the gathered weight to the quantizer, in order
@@ -78,7 +78,7 @@ class GatheredWeight:
 
 
 def gathered_weight(x: fx.Node) -> GatheredWeight | None:
-    """What is known of ``x``, if it is a gathered weight.
+    """``x`` as a gathered weight, if it is one.
 
     Between the gather along dimension 0 and ``x`` may stand
 
@@ -124,7 +124,7 @@ def _is_seen_through(node: fx.Node) -> bool:
 
 
 def _split(cat: fx.Node) -> tuple[fx.Node | None, int]:
-    """What a cat joins again along another dimension, all parts of one split; and along which."""
+    """The tensor of which a cat joins all parts again along another dimension; that dimension."""
     parts, *dims = cat.args
     splits = {part.args[0] for part in parts if part.target is operator.getitem}  # type: ignore[union-attr]
     split: Any = splits.pop() if len(splits) == 1 else None
