@@ -64,6 +64,8 @@ class Wire:
 class Experts(nn.Module):
     """x [batch, length, width] -> the same: experts take rows in turn, the last what is left."""
 
+    offs: Tensor
+
     def __init__(self, block: Block, experts: int) -> None:
         super().__init__()
         inner, width, rows = block.width // 2, block.width, block.tokens // (experts - 1)
@@ -207,7 +209,7 @@ def main() -> None:
         compared, repeats = runs, None
         if args.deterministic:
             torch.use_deterministic_algorithms(True)
-            torch.utils.deterministic.fill_uninitialized_memory = False
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
             compared = [train(args, recipe, codes=codes) for codes in (False, True, False)]
             torch.use_deterministic_algorithms(False)
             repeats = same(compared[0], compared[2], args.device)
@@ -216,7 +218,7 @@ def main() -> None:
         passes = 1 if args.keep else 2
         row = {
             "recipe": recipe,
-            "equal": same(*compared[:2], args.device),
+            "equal": same(compared[0], compared[1], args.device),
             "repeats": repeats,
             "differs": differing[0] if differing else None,
             "weights": runs[0]["elements"],

@@ -144,7 +144,7 @@ def test_fed_back_errors_leave_the_mean() -> None:
 
 
 def test_sticky_weights_keep_their_codes_longer() -> None:
-    """Weights that move to and fro by 5% of their size change fewer codes than plain ones."""
+    """Weights that move up and down by 5% of their size change fewer codes than plain ones."""
     changed = {}
     for name in ("sticky", "error_feedback"):
         linear = made(name)
