@@ -5,16 +5,18 @@ Each computes what `nn.Linear` computes, and changes only what q2compile quantiz
 [..., N]; w [N, K]; Q is the recipe's forward quantization along K.
 
     mean_split       y = Q(x - m) Q(w)ᵀ + m wᵀ     m [K], the mean of x over all tokens of the batch
+    direct           y = Q(x) Q(w)ᵀ                the control: by the op that the following call
     balanced         y = Q(x / d) Q(w d)ᵀ          d [K], from mean squares of the columns
-    error_feedback   y = Q(x) Q(w + o)ᵀ            o <- w + o - Q(w + o), once a step
-    sticky           y = Q(x) Q(w + o)ᵀ            o <- -1/4 (w + o - Q(w + o)), once a step
+    fixed_balance    y = Q(x / d) Q(w d)ᵀ          d of the first batch after the stem
+    error_feedback   y = Q(x) Q(w + o)ᵀ            o <- g (w + o - Q(w + o)) once a step, g = 1
+    quarter_feedback, eighth_feedback, sticky      the same with g = 1/4, 1/8 and -1/4
 
 mean_split and balanced measure the batch, also in a validation; a recipe would keep a running mean.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -43,14 +45,17 @@ class MeanSplitLinear(nn.Linear):
 
 
 class QuantizedLinear(nn.Linear):
-    """A linear layer that calls q2::linear, because what it multiplies is no parameter, and
-    q2compile leaves such products alone.
+    """x [..., K] -> [..., N] by a call of q2::linear. Subclasses multiply by what is no parameter,
+    and q2compile leaves such products alone.
 
     texts: the recipe's three GEMMs, as arguments of the op. salt: of the layer's random bits.
     """
 
     texts: tuple[str, str, str]
     salt: int
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.multiply(input, self.weight)
 
     def multiply(self, x: Tensor, w: Tensor) -> Tensor:
         return torch.ops.q2.linear(x, w, self.bias, *self.texts, self.salt)
@@ -81,6 +86,18 @@ class BalancedLinear(QuantizedLinear):
         return torch.exp2(ratio.log2().round() / 4)
 
 
+class FixedBalanceLinear(BalancedLinear):
+    """A `BalancedLinear` with a d that stays, and is that of training also in a validation.
+
+    d: fp32 [K], a buffer, so that a run resumes with it; 0 until `measure_balances` sets it.
+    """
+
+    d: Tensor
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.multiply((input.float() / self.d).to(input.dtype), self.weight * self.d)
+
+
 class FeedbackLinear(QuantizedLinear):
     """x [..., K] -> [..., N]; w is quantized with an offset, what the last step's rounding left.
 
@@ -109,6 +126,16 @@ class ErrorFeedbackLinear(FeedbackLinear):
     gain = 1.0
 
 
+class QuarterFeedbackLinear(FeedbackLinear):
+    """A weight changes its code 3/8 of a step away from it, where others do at 1/2."""
+
+    gain = 0.25
+
+
+class EighthFeedbackLinear(FeedbackLinear):
+    gain = 0.125
+
+
 class StickyLinear(FeedbackLinear):
     """A weight keeps its code until it is 5/8 of a step away from it, where others do until 1/2.
 
@@ -121,8 +148,12 @@ class StickyLinear(FeedbackLinear):
 
 LINEARS: Mapping[str, type[nn.Linear]] = {
     "mean_split": MeanSplitLinear,
+    "direct": QuantizedLinear,
     "balanced": BalancedLinear,
+    "fixed_balance": FixedBalanceLinear,
     "error_feedback": ErrorFeedbackLinear,
+    "quarter_feedback": QuarterFeedbackLinear,
+    "eighth_feedback": EighthFeedbackLinear,
     "sticky": StickyLinear,
 }
 
@@ -146,12 +177,33 @@ def replace_linears(model: nn.Module, name: str, options: Mapping[str, Any]) -> 
             module.texts, module.salt = recipe.texts(), salt
         if isinstance(module, FeedbackLinear):
             module.register_buffer("offset", torch.zeros_like(module.weight))
-            module.register_load_state_dict_pre_hook(_without_offset)
+            module.register_load_state_dict_pre_hook(_without_state)
+        if isinstance(module, FixedBalanceLinear):
+            module.register_buffer("d", torch.zeros_like(module.weight[0]))
+            module.register_load_state_dict_pre_hook(_without_state)
 
 
-def _without_offset(module: nn.Module, state: dict[str, Any], prefix: str, *_others: Any) -> None:
-    """Weights that come without an offset are loaded with none."""
-    state.setdefault(f"{prefix}offset", torch.zeros_like(module.get_parameter("weight")))
+def _without_state(module: nn.Module, state: dict[str, Any], prefix: str, *_others: Any) -> None:
+    """Weights that come without the layer's buffer are loaded with zeros in it."""
+    for name, buffer in module.named_buffers():
+        state.setdefault(f"{prefix}{name}", torch.zeros_like(buffer))
+
+
+def measure_balances(model: nn.Module, forward: Callable[[], object]) -> None:
+    """Set each d that is 0, from the x that the layer has in a call of `forward`."""
+    found = [m for m in model.modules() if isinstance(m, FixedBalanceLinear) and not m.d.any()]
+    if not found:
+        return
+
+    def measure(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
+        assert isinstance(layer, FixedBalanceLinear)
+        layer.d.copy_(layer.balance(args[0]))
+
+    hooks = [layer.register_forward_pre_hook(measure) for layer in found]
+    with torch.no_grad():
+        forward()
+    for hook in hooks:
+        hook.remove()
 
 
 def feed_back(model: nn.Module) -> None:

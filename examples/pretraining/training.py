@@ -27,7 +27,7 @@ import q2compile
 from pretraining import checkpoint
 from pretraining.batches import Backwards, Batches, First, prefetched
 from pretraining.branching import Stem
-from pretraining.linears import feed_back, replace_linears
+from pretraining.linears import feed_back, measure_balances, replace_linears
 from pretraining.model import SIZES, build_model
 from pretraining.oracle import References, by_references, exact_sums
 from pretraining.record import Losses, Point
@@ -198,6 +198,11 @@ class Trainee:
         with torch.autocast(self.setup.device, torch.bfloat16, enabled=autocast):
             return self.compiled[late](input_ids=tokens, labels=tokens).loss
 
+    def measure(self, tokens: Tensor) -> None:
+        """Give the run's linear layers what they measure once, in their first batch."""
+        with torch.autocast(self.setup.device, torch.bfloat16):
+            measure_balances(self.model, lambda: self.model(input_ids=tokens, labels=tokens))
+
     def train(self, tokens: Tensor, step: int, out: Tensor) -> None:
         """One step; the loss and the norm of the gradient are put into ``out``, fp32 [2]."""
         with self.numerics():
@@ -298,6 +303,8 @@ class Loop:
             start = self.clock.mark()
             for tokens in source:
                 lr = float(self.trainee.schedule.get_last_lr()[0])
+                if self.step == first:
+                    self.trainee.measure(tokens)
                 self.trainee.train(tokens, self.step + 1, self.fetched[len(self.pending)])
                 self.step += 1
                 end = self.clock.mark()

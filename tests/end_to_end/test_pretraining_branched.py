@@ -194,8 +194,9 @@ def test_branched_runs_have_a_file_of_their_own(branched: Path, tmp_path: Path) 
         ("mxfp4_2d", lambda run: "mxfp4_2d" in run.name),
         ("forward", lambda run: run.linear),
         ("arms", lambda run: run.linear),
+        ("feedback", lambda run: run.linear),
     ],
-    ids=["mxfp4_2d", "forward", "arms"],
+    ids=["mxfp4_2d", "forward", "arms", "feedback"],
 )
 def test_the_arms_train(branched: Path, file: str, wanted: Callable[[runs.Run], object]) -> None:
     """Each resumes from the stem of seed 0, and ends with other weights."""
@@ -207,7 +208,7 @@ def test_the_arms_train(branched: Path, file: str, wanted: Callable[[runs.Run], 
     for run in arms:
         list(compared.train(run, [0]))
     found = {run.name: result(branched, run.name).val_loss for run in arms}
-    assert len(found) == {"mxfp4_2d": 7, "forward": 2, "arms": 4}[file]
+    assert len(found) == {"mxfp4_2d": 7, "forward": 2, "arms": 4, "feedback": 4}[file]
     assert all(math.isfinite(loss) for loss in found.values())
     others = {result(branched, run).val_loss for run in ("bf16", "quartet2")}
     assert len({*others, *found.values()}) == 2 + len(found)

@@ -14,9 +14,12 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 from pretraining.linears import (  # noqa: E402
+    LINEARS,
     FeedbackLinear,
+    FixedBalanceLinear,
     QuantizedLinear,
     feed_back,
+    measure_balances,
     replace_linears,
 )
 from pretraining.scale_rules import errors, table  # noqa: E402
@@ -43,12 +46,13 @@ def uneven(dtype: torch.dtype = torch.float32) -> Tensor:
     return ((torch.randn(2, TOKENS // 2, K) * factors) + 3).to(dtype)
 
 
-@pytest.mark.parametrize("name", ["mean_split", "balanced", "error_feedback", "sticky"])
+@pytest.mark.parametrize("name", sorted(LINEARS))
 def test_the_result_and_the_gradients_are_those_of_a_linear(name: str) -> None:
     linear = made(name, torch.float64)
     if isinstance(linear, QuantizedLinear):
         linear.texts = ("bf16", "bf16", "bf16")
     x = uneven(torch.float64).requires_grad_()
+    measure_balances(linear, lambda: linear(x))
     dy = torch.randn(2, TOKENS // 2, N, dtype=torch.float64)
     plain = nn.Linear.forward(linear, x)
     wanted = [plain, *torch.autograd.grad(plain, [x, linear.weight], dy)]
@@ -120,6 +124,17 @@ def test_a_balance_rarely_changes() -> None:
     assert linear.balance(zeros).eq(1).all()  # type: ignore[operator]
 
 
+def test_a_fixed_balance_is_that_of_the_first_batch() -> None:
+    linear, x = made("fixed_balance"), uneven()
+    assert isinstance(linear, FixedBalanceLinear) and not linear.d.any()
+    measure_balances(linear, lambda: linear(x))
+    assert torch.equal(linear.d, linear.balance(x)) and linear.d.unique().numel() > 2
+    measure_balances(linear, lambda: linear(x * x))
+    assert torch.equal(linear.d, linear.balance(x))
+    linear.load_state_dict({"weight": linear.weight, "bias": linear.bias})  # a stem's
+    assert not linear.d.any()
+
+
 # --------------------------------------------------------------------------------------- feedback
 
 
@@ -183,7 +198,7 @@ def test_the_output_layer_stays_and_a_wrong_name_is_an_error() -> None:
     replace_linears(model, "sticky", options)
     assert isinstance(model["o_proj"], FeedbackLinear) and type(model["lm_head"]) is nn.Linear
     assert model["o_proj"].texts[0] == "nvfp4_46_pow2 @ nvfp4_46_pow2"
-    with pytest.raises(ValueError, match="linear 'balance': there is mean_split, balanced"):
+    with pytest.raises(ValueError, match="linear 'balance': there is mean_split, direct, balanced"):
         replace_linears(model, "balance", options)
 
 
