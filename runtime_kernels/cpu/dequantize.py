@@ -34,7 +34,7 @@ def dequantized(
     columns: int,
     dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """The first columns of a quantized matrix, which is not dequantized yet."""
+    """The first `columns` columns of a quantized matrix, dequantized."""
     rows, width = codes.shape[0], 2 * codes.shape[1]
     codes = codes.contiguous()
     scales = plain_scales(scales, rows, ceil_div(width, scheme.width), scheme)
@@ -94,5 +94,5 @@ def gemm(
 
 
 def of_codes(codes, scales, global_scale, scheme: Scheme, dtype: torch.dtype) -> torch.Tensor:
-    """A whole operand, for the product."""
+    """An operand with its padding, as the product reads it."""
     return dequantized(codes, scales, global_scale, scheme, 2 * codes.shape[1], dtype)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """q2::quantize and q2::requantize in C++ (csrc/quantize.h): the bits of the references.
 
-An operand in a form that a GEMM reads is made without it first: swizzled scales and dequantized
-operands are copies. Rows in groups are laid out by the reference's own function before.
+The kernel writes codes and plain scales. For a scheme with a form (@32x4x4, @bf16) they are then
+swizzled or dequantized. Rows in groups are first copied into the padded layout, by the reference's
+own function.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _SELECTIONS = {None: 0, "mse": 1, "mae": 2}
 _SEARCH = 3
 
 
-# All that is left to the references: the reason, and whether it is of a call.
+# The calls that the references serve: the reason, and a test of the call.
 UNSUPPORTED: dict[str, Callable[[QuantizerCall], bool]] = {
     "statistics are computed beside the same call without them": lambda call: call.recorded,
     "rng_offset has 32 bits here": lambda call: not 0 <= call.args["rng_offset"] < 1 << 32,
@@ -55,7 +56,7 @@ def _unsupported(call: QuantizerCall) -> str | None:
 def _operand(
     scheme: Scheme, transform: Transform, columnwise: bool, requantizes: bool
 ) -> kernels.Operand:
-    """The fields that do not depend on tensors. again: those of a requantization."""
+    """The fields that do not depend on tensors."""
     vmax, four = scheme.vmax, scheme.vmax / 1.5
     made = kernels.Operand(
         source_height=1,

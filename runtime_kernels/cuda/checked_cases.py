@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cases of the self-checks: arguments of each op with a CUDA kernel, on the CPU, for a scheme;
-of a quantizer for a variant (ops/table.py).
+"""Cases of the self-checks: small arguments, on the CPU, for each op with a CUDA kernel. A scheme
+names a case; for a quantizer, a scheme and a variant (ops/table.py).
 """
 
 import functools

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Codes to numbers, and the way back through QuEST's mask.
+// Dequantizing, and the backward of QuEST's quantizer.
 #pragma once
 #include "quantize.h"
 

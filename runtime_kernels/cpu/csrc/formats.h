@@ -8,7 +8,7 @@ namespace q2 {
 constexpr int32_t EXPONENT = 0x7F800000;
 constexpr float TINY = 1.17549435e-38f, HUGE_FP32 = 3.40282347e38f, E4M3_MAX = 448.0f;
 constexpr uint32_t SIGNS = 1, RANDOM_BITS = 2, SECOND_RANDOM_BITS = 3;
-constexpr int SIGN_ROUNDS = 10, COIN_ROUNDS = 7;
+constexpr int SIGN_ROUNDS = 10, RANDOM_BITS_ROUNDS = 7;
 constexpr uint8_t E4M3_NAN = 0x7F, E8M0_NAN = 0xFF;
 
 // ---- e2m1 ----

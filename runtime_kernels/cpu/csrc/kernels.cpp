@@ -7,7 +7,7 @@ extern "C" {
 
 void q2_quantize(const q2::Operand* o) { q2::quantize(*o); }
 void q2_dequantize(const q2::Quantized* q) { q2::dequantize(*q); }
-void q2_column_sums(const q2::Summed* s) { q2::column_sums(*s); }
+void q2_column_sums(const q2::Dbias* s) { q2::column_sums(*s); }
 void q2_masked_unrotate(const q2::Masked* m) {
     switch (m->type) {
         case q2::BF16: return q2::masked_unrotate<q2::BF16>(*m);

@@ -92,7 +92,7 @@ inline I operator>>(const I& a, int by) {  // arithmetic
     Q2_EACH r.part[i] = a.part[i] >> by;
     return r;
 }
-inline I shift_right(const I& a, int by) {  // of unsigned numbers
+inline I shift_right(const I& a, int by) {  // unsigned
     I r;
     Q2_EACH r.part[i] = (IntRegister)((UnsignedRegister)a.part[i] >> by);
     return r;
@@ -147,7 +147,7 @@ inline F copy_sign(const F& x, const F& sign) {
 }
 inline F or_one(const F& x) { return select(x == fill(0.0f), fill(1.0f), x); }
 
-// Both halves of the products of unsigned numbers.
+// Both halves of unsigned products.
 inline void multiply(const I& a, uint32_t by, I& high, I& low) {
     const LongRegister factor = by - LongRegister{}, low_half = 0xFFFFFFFFu - LongRegister{};
     Q2_EACH {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One call of a quantizer: what it reads, and how a chunk of it comes into sixteen lanes.
+// One call of a quantizer: its arguments, and how chunks of its operand are loaded into sixteen lanes.
 #pragma once
 #include "formats.h"
 
@@ -84,7 +84,7 @@ struct Layout {
     bool packed;
 };
 
-// ---- numbers of a matrix ----
+// ---- elements of a matrix ----
 
 inline I words_of(const uint16_t* from) {
     int32_t words[LANES];
@@ -98,7 +98,7 @@ inline F sixteen(const void* x, int64_t at) {
     return TYPE == BF16 ? from_bf16(words) : from_fp16(words);
 }
 
-// `count` numbers, `stride` apart; zeros after them.
+// `count` elements, `stride` apart; zeros after them.
 template <Type TYPE>
 inline F some(const void* x, int64_t at, int64_t stride, int count) {
     if (stride == 1 && count == LANES) return sixteen<TYPE>(x, at);
@@ -129,7 +129,7 @@ inline F of_codes(const Operand& o, int64_t row, int64_t column, int count) {
     return decode_e2m1(load(nibbles)) * fill(scale);
 }
 
-// The same of a matrix that is rounded to scales that are given (numerics/scaled_codes.py).
+// x rounded to block scales that are given (numerics/scaled_codes.py): e2m1(code) * scale.
 inline F by_scales(const Operand& o, const F& x, int64_t row, int64_t column) {
     float scale = decode_e4m3(o.source_scales[row * o.scales_across + column / 16]);
     float step = scale * *o.source_global;

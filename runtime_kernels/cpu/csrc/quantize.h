@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The quantizers: chunks by sixteen through a rule, then the scales, once the global scale is known.
+// The quantizers: a rule rounds sixteen chunks at a time; then, with the global scale, the scales are rounded.
 #pragma once
 #include <cmath>
 #include <memory>
@@ -10,7 +10,7 @@ namespace q2 {
 
 constexpr int64_t ALONE = 1 << 14;  // elements that pay for starting a thread
 
-// The largest of what threads found, NaN if one is.
+// The largest of the values that threads found; NaN if one of them is NaN.
 struct Largest {
     float value = 0.0f;
     bool is_nan = false;
@@ -29,7 +29,7 @@ struct Job {
     int64_t blocks;  // of a row
     float signs[LARGEST_CHUNK];
     float factor, unit;
-    float* raw;  // scales that wait for the global scale
+    float* raw;  // raw scales, if the global scale depends on them; else null
 
     explicit Job(const Operand& operand) : o(operand), layout(operand), unit(1.0f), raw(nullptr) {
         blocks = layout.width / (o.rounding >= MX_NEAREST ? 32 : 16);
@@ -46,7 +46,7 @@ template <Type TYPE>
 inline void chunks(const Job& job, const Place& place, F* x) {
     load_chunks<TYPE>(job.o, job.layout, place, x);
     rotate(job.o, job.signs, x);
-    if (job.o.rounding == QUEST)  // others multiply one number of a block
+    if (job.o.rounding == QUEST)  // other rules multiply the scale of a block
         for (int k = 0; k < job.o.chunk; k++) x[k] = x[k] * fill(job.factor);
 }
 
@@ -212,7 +212,7 @@ inline float power_of_two_scale(float top, float cap) {
     return std::ldexp(1.0f, k < -126 ? -126 : k > 127 ? 127 : k);
 }
 
-// The raw scales over the global scale, rounded; poisoned ones are marked already.
+// The raw scales over the global scale, rounded. Scales of poisoned blocks are NaN already.
 inline void finish_scales(const Job& job, int64_t count) {
     const Operand& o = job.o;
     F unit = fill(job.unit);
@@ -233,7 +233,7 @@ inline void finish_scales(const Job& job, int64_t count) {
             counter[1] = load(highs);
             counter[2] = fill((int32_t)o.rng_offset);
             counter[3] = fill((int32_t)RANDOM_BITS);
-            philox(counter, Key(*o.seed), COIN_ROUNDS);
+            philox(counter, Key(*o.seed), RANDOM_BITS_ROUNDS);
             for (int w = 0; w < 4; w++) store(words[w], counter[w]);
             for (int i = 0; i < LANES; i++) random[i] = words[i % 4][i / 4];
             bytes = encode_e4m3(stochastic_e4m3(scale, load(random)));

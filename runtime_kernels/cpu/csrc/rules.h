@@ -12,11 +12,11 @@ struct Codes {
     I word[WIDTH / 8];
 };
 
-// A rule's results for a block. The scale is raw if the global scale depends on the whole tensor.
+// A rule's results for a block. The scale is raw if the global scale depends on all raw scales.
 template <int WIDTH>
 struct Block {
     Codes<WIDTH> codes;
-    F scale;  // nvfp4: raw, or an e4m3 number; mxfp4: none
+    F scale;  // nvfp4: raw, or an e4m3 value; mxfp4: none
     I exponent, poisoned, trusted;
 };
 
@@ -42,7 +42,7 @@ inline void draw(const Context& c, int group, uint32_t purpose, I random[8]) {
     I low = c.index_low + fill(group);
     I words[4] = {low, c.index_high - below_unsigned(low, c.index_low), fill((int32_t)c.o.rng_offset),
                   fill((int32_t)purpose)};
-    philox(words, Key(*c.o.seed), COIN_ROUNDS);
+    philox(words, Key(*c.o.seed), RANDOM_BITS_ROUNDS);
     for (int w = 0; w < 4; w++) {
         random[2 * w] = shift_right(words[w], 10);
         random[2 * w + 1] = ((words[w] & fill(0xFFFF)) << 6) | shift_right(words[w], 26);

@@ -3,15 +3,15 @@
 // (dequantized.cuh). Now the global scale is known. Blocks whose scale is an e4m3 subnormal are rescaled
 // in place. Usually there are none: the smallest raw scale shows it, and nothing is read.
 //
-//   raw_scale, largest, scale, g   as in align_scales.cu (Q2_POW2 = 1); after `largest` the smallest
-//                              raw scales but for zeros, less 1
-//   dequantized   bf16 [16 n], code * provisional(scale), becomes code * scale * g; NaN, as they are,
-//                 under a raw scale of NaN, and all if g is
+//   raw_scale, largest, scale, g   as in align_scales.cu (Q2_POW2 = 1); `largest` is followed by the
+//                              smallest raw scale above 0 of each thread block, less 1
+//   dequantized   bf16 [16 n], code * provisional(scale), becomes code * scale * g. A block whose raw
+//                 scale is NaN stays NaN; if g is NaN, all become NaN
 //   global_scale  1; NaN if g is
 //
 // Q2_SUMS: makes dbias as well (sums.cuh).
 //
-// Bytes a block, if any has to be fixed up: 4 read, and 32 read and written of those that have.
+// Bytes, if any block has to be fixed up: 4 read for each block, 32 read and written for those blocks.
 
 #include "scales.cuh"
 #if Q2_SUMS

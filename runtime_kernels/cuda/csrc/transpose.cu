@@ -6,10 +6,10 @@
 //   scales  u8 [ceil(rows/16), Mp/16]; Q2_SWIZZLED: one for each row of the result, in the 32x4x4
 //           layout (numerics/swizzle.py), with zeros to the end of the last tiles
 //
-// A thread block turns a tile of 128x128 codes. Words of eight codes go into shared memory, word k of
-// row m at place k ^ m / 8 of its row, so that threads that read one column of words meet few of the
-// same banks. A thread then takes a square of 8x8 codes, eight words, turns it by exchanging halves,
-// bytes and nibbles, and writes eight words; 16 threads side by side read and write 64 bytes of a row.
+// A thread block transposes a tile of 128x128 codes, by words of eight codes in shared memory. Word k of
+// row m is at place k ^ m / 8 of its row, so that threads that read a column of words have few bank
+// conflicts. A thread transposes a square of 8x8 codes, which is eight words: it exchanges halves, then
+// bytes, then nibbles. 16 neighboring threads read and write 64 bytes of a row.
 // Bytes an element: .504 read and .504 written (Q2_SWIZZLED: .563 written).
 
 #include "formats.cuh"

@@ -6,9 +6,9 @@ swizzle_scales). For others swizzle_scales.cu does it ahead of the product, over
 elements:
 
     weights in square blocks (nvfp4, mxfp4_2d): they are saved for backward with one scale for 16 or
-        32 rows, the tensor cores read as many copies of it, which q2::transpose writes for dgrad
-    codes that a graph takes as inputs: the option cache_weights
-    what dequantize, grouped_gemm or the caller of the graph reads as well
+        32 rows. Tensor cores read a copy of it for each row; q2::transpose writes these for dgrad
+    codes that are inputs of a graph (option cache_weights)
+    operands that dequantize, grouped_gemm or the caller of the graph reads as well
     calls outside of a compiled graph
 """
 

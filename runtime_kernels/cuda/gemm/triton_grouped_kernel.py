@@ -5,22 +5,22 @@ rows. The ends of the groups stay on the device, and nothing loops over groups o
     a [M, K/2], b [N, K/2]    packed codes, as ops/grouped_gemm.py lays them out for each GEMM
     a_scales, b_scales        plain: [M / height of a block, K / width of a block]
 
-fprop, dgrad (rows_in_groups): each group of rows is cut into tiles of its own, and the rows of no
-group, which are zero, after the last. There are at most (M + (E + 1) * (TILE_M - 1)) / TILE_M of
-them, so many programs are launched for each tile column, and each finds its group: it counts the
-tiles of all groups from the ends and sums them up, E numbers that L2 holds. Programs behind the
-last tile store nothing.
+fprop, dgrad (rows_in_groups): each group of rows has tiles of its own. The rows of no group, which
+are zero, have the tiles after the last group's. At most (M + (E + 1) * (TILE_M - 1)) / TILE_M tiles
+can come of it; as many programs are launched for each tile column. Each program finds its group:
+it computes the number of tiles of each group from the E ends, which L2 holds, and adds them up.
+Programs behind the last tile store nothing.
 
-wgrad (contraction_in_groups): a program for each tile of each group's result, which loops over that
+wgrad (contraction_in_groups): one program for each tile of each group's result. It loops over that
 group's part of the contraction.
 
-Rows outside of a group are read as rows inside of the matrix, and not stored; masks are where the
-contraction ends within a tile. Epilogue, order of programs and tiles are triton_kernel.py's.
+A tile may reach beyond its group. Such rows are read from within the matrix, and not stored. Only
+the end of the contraction is masked. Epilogue, order of programs and tiles are triton_kernel.py's.
 
-Scales are plain, since in the 32x4x4 layout 128 rows lie together, and a group begins anywhere:
-they go by registers, 1/8 of the bytes of codes. Those of a row are copied in pieces of a power of
-two bytes that their number is a multiple of; with less than 4 they would not run ahead. Bytes: a
-once for each tile column, b once for each tile row of its group.
+Scales are plain: the 32x4x4 layout keeps 128 rows together, and a group may begin at any row. They
+pass through registers; they have 1/8 of the bytes of codes. The scales of a row are copied in
+pieces whose size is a power of two that divides their number. Pieces of less than 4 bytes
+can't be copied ahead. Bytes: a once for each tile column, b once for each tile row of its group.
 """
 
 import math

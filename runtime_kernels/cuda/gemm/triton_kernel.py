@@ -7,19 +7,19 @@ Blackwell (tcgen05 with block scales on 10.x, mma with block scales on 12.x).
                               of 128 rows and 4 blocks, so that a tile's come in loads of 16 bytes
     out [M, N] = (sum over k of a * b) * (a_global * b_global) + bias
 
-The epilogue multiplies by both global scales and adds the bias in fp32, before the one rounding:
-nothing is launched besides. With a mask it goes on as ops/masked_unrotate.py says, from the rounded
-product: no chunk of 32 columns lies in two tiles. On 10.x a thread has whole chunks in registers;
-on 12.x four threads share one, which costs shuffles.
+The epilogue multiplies by both global scales and adds the bias in fp32, before the one rounding. So
+the GEMM is one launch. With a mask the epilogue then masks and rotates the rounded product
+(ops/masked_unrotate.py); no chunk of 32 columns lies in two tiles. On 10.x a thread has whole
+chunks in registers; on 12.x four threads share one, which costs shuffles.
 
-Rows outside of a matrix are read as some row inside, and not stored, so that the loop has masks
-only where K ends within a tile.
+A tile may reach beyond the matrix. Such rows are read from within the matrix, and not stored. Only
+the end of K is masked.
 
-A tile's scales are copied from shared to tensor memory as they lie where it has 128 rows; those of
-256 columns go by registers, an eighth of the tile's bytes.
+The scales of a tile of 128 rows are copied from shared to tensor memory unchanged. Those of 256
+columns pass through registers: an eighth of the tile's bytes.
 
-Program ids go in groups of 8 tile rows, so that neighbors share B in L2. Bytes: A once for each
-tile of columns, B once for each of rows.
+Program ids run through groups of 8 tile rows, so that neighbors share B in L2. Bytes: A once for
+each tile column, B once for each tile row.
 
 Triton before 3.8 asserts on 12.1.
 """

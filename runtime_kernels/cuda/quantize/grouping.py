@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which quantizers share launches: the rule of the pass group_launches, which writes its decision
-into the graph, of the lowering, which may split a group, and of the cost model."""
+"""Which quantizers share launches. Three callers ask this rule:
+
+- the pass group_launches, which writes its decision into the graph
+- the lowering, which may split a group
+- the cost model
+"""
 
 from __future__ import annotations
 

@@ -2,15 +2,16 @@
 // Dequantized operands, bf16, for rotate_quantize.cu with Q2_DEQUANTIZED: code * scale, and
 // where the global scale is a power of two times that too. 6 significant bits, so exact.
 //
-// With raw scales (MS_EDEN, POW2) the scale waits for the largest of them, but all that comes of the
-// wait is whether it is an e4m3 subnormal: if it is not, it has the 4 bits that the raw scale alone
-// gives. So codes are multiplied by that (formats.cuh, provisional), and finalize_dequantized.cu
-// fixes up the others.
+// With raw scales (MS_EDEN, POW2) a block's scale depends on the largest raw scale of the tensor, which
+// is not known yet. But a scale that is no e4m3 subnormal has the 4 significant bits of its raw scale.
+// So codes are multiplied by the raw scale in 4 bits (formats.cuh, provisional), and
+// finalize_dequantized.cu fixes up blocks whose scale turns out to be a subnormal.
 //
-// A lane holds blocks of 16 and memory wants whole lines, so a warp puts its 16 rows of 128 elements
-// into shared memory first. Rows j and j + 8 are neighbors, and the next two 16 bytes further than
-// they would: eight lanes meet no bank twice, whether they store four rows, pieces of 16 bytes 4 apart, or
-// one piece of eight rows (tensor cores), and addresses differ by constants.
+// A lane holds blocks of 16, and stores to memory should fill whole lines. So a warp first writes its
+// 16 rows of 128 elements into shared memory. Rows j and j + 8 lie side by side, and each such pair has
+// 16 bytes of padding. Then eight lanes have no bank conflict, in either of two patterns: four rows, in
+// pieces of 16 bytes, 4 pieces apart; or one piece of each of eight rows (tensor cores). Addresses differ
+// by constants.
 #pragma once
 #include "rounding.cuh"
 

@@ -2,9 +2,9 @@
 // Rounding to e2m1 of blocks of 16 in registers, two at a time, one in each half of the pairs: the
 // arithmetic of numerics/formats.py, to the bit.
 //
-// Elements to be rounded are divided by their block's scale, and below 7 in magnitude, or with kClips
-// below 16. Without fp4 conversions it is held as a magnitude times 2^-6 (kUnit), beside the elements
-// whose signs count.
+// Elements to be rounded are divided by their block's scale already. Their magnitude is below 7, or
+// with kClips below 16. On GPUs without fp4 conversions an element is held as its magnitude times 2^-6
+// (kUnit); the element itself is passed beside it, for its sign.
 #pragma once
 #include "tile.cuh"
 

@@ -3,14 +3,15 @@
 // shared memory to e2m1. The tile then holds what it would hold for codes: code * scale * 2^-7 in f16,
 // with the signs of the rows (tile.cuh).
 //
-// For sources with a power of two as global scale: a block's scale, and with it p = scale * global
-// scale, has 4 significant bits. The reference rounds the fp32 product of x and r = 1/p. Here the
-// product is rounded to f16 first, which has 13 bits less. That changes nothing but what lies half way
-// between two points of the grid: x/p is that exactly, or off by 2^-8 at least, since x and p times
-// such a middle have 8 bits each. There the reference goes where the error d of r, r * p = 1 + d, takes
-// x * r, if d is large enough to count in 24 bits. With an error of 2^13 d it counts in f16's 11 bits
-// just then; so that is what the factor has. (All x and p: tests/runtime_kernels/cuda/
-// test_rounded_emulated.py.)
+// The global scale is a power of two. So a block's scale, and with it p = scale * global scale, has 4
+// significant bits. The reference rounds the fp32 product of x and r = 1/p. Here the product is
+// rounded to f16 first, to 13 bits less.
+//
+// That can change the result only if x/p is half way between two points of the grid. For any other x,
+// x/p is at least a relative 2^-8 away from there, since x, and p times the middle, have 8 bits each.
+// Half way, the reference goes where the error d of r takes the product (r * p = 1 + d), if d is large
+// enough to count in 24 bits. The factor used here has an error of 2^13 d, which counts in f16's 11 bits
+// in the same cases. (All x and p: tests/runtime_kernels/cuda/test_rounded_emulated.py.)
 #pragma once
 #include "tile.cuh"
 
