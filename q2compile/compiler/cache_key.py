@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -11,10 +12,16 @@ from typing import Any
 
 @cache
 def source_hash() -> str:
-    """SHA-256 over every .py, .cu and .cpp file of the installed package, read once a process."""
+    """`hash_of` the installed package, whose files are read once a process."""
+    packages = ("q2compile", "q2compile.lowering", "q2compile.runtime_kernels")
+    return hash_of(files(package) for package in packages)
+
+
+def hash_of(folders: Iterable[Any]) -> str:
+    """SHA-256 over every .py, .cu, .cuh, .cpp and .h file of the folders, in hexadecimal."""
     digest = hashlib.sha256()
-    for package in ("q2compile", "q2compile.lowering", "q2compile.runtime_kernels"):
-        _update(digest, files(package))
+    for folder in folders:
+        _update(digest, folder)
     return digest.hexdigest()
 
 

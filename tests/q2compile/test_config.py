@@ -45,6 +45,7 @@ def test_defaults_are_the_contract():
         ({"disable_passes": ["merge_seed"]}, "did you mean 'merge_seeds'?"),
         ({"disable_passes": "merge_seeds"}, "allowed: a list of names"),
         ({"inner": "eager", "mode": "max-autotune"}, "inner='eager' runs without Inductor"),
+        ({"inner": "eager", "fuse_rotations": True}, "has Inductor's lowerings fuse"),
         ({"inductor": {"post_grad_custom_pre_pass": None}}, "holds q2compile's passes"),
     ],
 )

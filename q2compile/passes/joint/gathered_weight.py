@@ -116,6 +116,8 @@ def _is_seen_through(node: fx.Node) -> bool:
     if node.target not in (*RESHAPES, _aten.permute.default, _aten.t.default):
         return False
     before, after = node.args[0].meta["val"].shape, node.meta["val"].shape  # type: ignore[union-attr]
+    if not all(isinstance(size, int) for size in (*before, *after)):
+        return False
     if node.target in RESHAPES:
         is_stack_as_matrix = len(before) == 3 and len(after) == 2 and before[-1] == after[-1]
         return bool(before == after or is_stack_as_matrix)
@@ -126,7 +128,9 @@ def _is_seen_through(node: fx.Node) -> bool:
 def _split(cat: fx.Node) -> tuple[fx.Node | None, int]:
     """The tensor of which a cat joins all parts again along another dimension; that dimension."""
     parts, *dims = cat.args
-    splits = {part.args[0] for part in parts if part.target is operator.getitem}  # type: ignore[union-attr]
+    if any(part.target is not operator.getitem for part in parts):  # type: ignore[union-attr]
+        return None, 0
+    splits = {part.args[0] for part in parts}  # type: ignore[union-attr]
     split: Any = splits.pop() if len(splits) == 1 else None
     if getattr(split, "target", None) is not _aten.split.Tensor or len(split.args) > 2:
         return None, 0

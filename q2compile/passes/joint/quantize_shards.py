@@ -83,7 +83,8 @@ def _of_module(quantizer: fx.Node) -> str:
 
 def _is_weight(quantizer: fx.Node) -> bool:
     """Whether a GEMM takes its codes as the second operand."""
-    codes = [output for output in quantizer.users if output.args[1] == 0]
+    outputs = (user for user in quantizer.users if user.target is operator.getitem)
+    codes = [output for output in outputs if output.args[1] == 0]
     return any(
         is_q2(u, *GEMM_OPS) and u.args[3] is output for output in codes for u in output.users
     )

@@ -113,6 +113,17 @@ def test_an_exact_global_scale_reads_twice():
     assert bits(exact, "quantize x") == 4.5 * T * K  # fused; its amax comes with the producer
 
 
+def test_the_product_of_exact_global_scales_takes_a_launch():
+    """Unless a quantizer of that GEMM computes it, in the launch that finds its global scale."""
+
+    def launches(global_scale):
+        steps = recipe_steps(resolve("quartet2", global_scale=global_scale), Layer(T, N, K), ALL)
+        return {s.gemm: s.launches for s in steps if s.what == "gemm"}
+
+    assert launches("pow2") == {"fprop": 1, "dgrad": 1, "wgrad": 1}
+    assert launches("exact") == {"fprop": 2, "dgrad": 1, "wgrad": 1}
+
+
 def test_a_symbolic_size_gives_expressions_that_agree_with_numbers():
     t = sympy.Symbol("t", positive=True, integer=True)
     steps = recipe_steps(QUARTET2, Layer(t, N, K, x_users=3), ALL)

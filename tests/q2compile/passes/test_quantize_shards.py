@@ -210,3 +210,19 @@ def test_gathered_codes_of_one_op_with_scales_of_another_are_a_fault() -> None:
     with pytest.raises(GraphSpecError, match="mixes outputs"):
         check_spec(graph, "forward", "test")
     assert gemm.args[3].meta["val"].dtype == torch.uint8
+
+
+def test_a_join_of_other_parts_is_left() -> None:
+    """A part of a split beside a tensor that is none."""
+    b = Builder()
+    whole, x = b.placeholder("whole", 32, COLUMNS), b.placeholder("x", 16, COLUMNS)
+    split = b.graph.call_function(aten.split.Tensor, (whole, 16))
+    with b.mode:
+        split.meta["val"] = list(whole.meta["val"].split(16))
+    first = b.call(operator.getitem, split, 0)
+    qx = quantized(b, x, "nvfp4_pow2")
+    qw = quantized(b, b.call(aten.cat.default, [first, x], 0), "nvfp4_pow2")
+    schemes = ("nvfp4_pow2", "nvfp4_pow2")
+    graph = b.done(b.call(q2.gemm.default, *qx, *qw, None, *schemes, torch.bfloat16)).graph
+    before = op_counts(graph)
+    assert quantize_shards_pass(graph) == 0 and op_counts(graph) == before

@@ -109,6 +109,11 @@ def test_numbers_are_those_of_quantize(tmp_path):
     rotated = found["layers.0.gate", "wgrad", "dy"]
     assert rotated["format"] == "rht128>nvfp4_ms_eden_pow2"
     assert 0.05 < rotated["relative_error"] < 0.15 and rotated["cosine"] > 0.98
+    # The same dy, rotated along the other dimension: one quantizer measures both.
+    rows = found["layers.0.gate", "dgrad", "dy"]
+    assert rows["format"] == rotated["format"]
+    assert rows["amax"] == rotated["amax"]  # before the rotation
+    assert rows["relative_error"] != rotated["relative_error"]
 
 
 def test_operands_that_gemms_share_have_the_same_numbers(tmp_path):
