@@ -4,7 +4,7 @@
 //
 // Elements to be rounded are divided by their block's scale already. Their magnitude is below 7, or
 // with kClips below 16. On GPUs without fp4 conversions an element is held as its magnitude times 2^-6
-// (kUnit); the element itself is passed beside it, for its sign.
+// (kUnit), and the element is passed as well, for its sign.
 #pragma once
 #include "tile.cuh"
 
