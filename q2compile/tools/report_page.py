@@ -33,8 +33,8 @@ def run_page(folder: str | Path, measured: bool = False) -> str:
     or in one inside it; those that are there, and one of the first two. ``measured``: with times
     of this machine.
 
-    Raises ValueError where neither is there, where several dumps are, and for files that q2compile
-    did not write.
+    Raises ValueError where neither is there, where two folders hold the same part, and for files
+    that q2compile did not write.
     """
     folder = Path(folder)
     records, comparison = _home(folder, is_telemetry), _home(folder, _has_comparison)
@@ -56,12 +56,15 @@ def run_page(folder: str | Path, measured: bool = False) -> str:
 
 def _home(folder: Path, holds: Callable[[Path], bool]) -> Path | None:
     """The folder of a part of a run: ``folder``, or the only one inside it that holds such a part;
-    for a run of more ranks, rank 0's dump."""
+    for a run of more ranks, rank 0's dump. Raises ValueError where several hold one."""
     if not folder.is_dir():
         return None
     near = [folder] if holds(folder) else [p for p in sorted(folder.iterdir()) if p.is_dir()]
     homes = [home for p in near for home in (p, p / "rank0") if home.is_dir() and holds(home)]
-    return homes[0] if len(homes) == 1 else None
+    if len(homes) > 1:
+        names = ", ".join(str(home.relative_to(folder)) for home in homes)
+        raise ConfigError(f"{folder}: {names} hold the same part of a run; keep one of them here")
+    return homes[0] if homes else None
 
 
 def _has_dump(folder: Path) -> bool:

@@ -2,6 +2,7 @@
 """The page of a run, with its dump, telemetry and comparison, in Chromium."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -62,6 +63,15 @@ def test_parts_of_a_run_are_found_where_they_lie(run, tmp_path, capsys):
     (tmp_path / "report.txt").write_text("")
     assert cli.main(["report", str(tmp_path)]) == 2
     assert "not as q2compile writes it (KeyError" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("part", ["graphs", "telemetry", "compare"])
+def test_two_folders_with_the_same_part(run, part, tmp_path, capsys):
+    """Both were left out without a word."""
+    for name in (part, f"{part}2"):
+        shutil.copytree(run / part, tmp_path / name)
+    assert cli.main(["report", str(tmp_path)]) == 2
+    assert f"{part}, {part}2 hold the same part of a run" in capsys.readouterr().err
 
 
 def test_it_opens_with_what_hurts_and_policies_to_copy(opened):
