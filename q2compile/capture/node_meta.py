@@ -6,3 +6,6 @@ SITE, SALT = "q2_site", "q2_salt"
 
 # A key in node.meta: what was raised when q2compile prepared the node.
 FAILURE = "q2_failure"
+
+# A key in node.meta of an all-gather: salt of a matmul -> "gathers codes" or "gathers values: why".
+GATHERS = "q2_gathers"

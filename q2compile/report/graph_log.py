@@ -12,6 +12,7 @@ from typing import Any
 from torch import fx
 
 from q2compile.capture.module_names import Names, site_name
+from q2compile.capture.node_meta import GATHERS
 from q2compile.config import Config
 from q2compile.errors import NotTakenError, StageError
 from q2compile.passes.record import PassRecord
@@ -98,6 +99,9 @@ class GraphLog:
         self.graph("2_forward" if kind == "forward" else "3_backward", gm)
 
     def after_passes(self, gm: fx.GraphModule, kind: str, records: list[PassRecord]) -> None:
+        if kind == "forward":
+            _note_gathered(gm.graph, self._rows)
+            self._write_reports()
         self.graph(f"4_after_passes_{kind}", gm)
         for done in records:
             if done.graph == kind:
@@ -168,6 +172,14 @@ class GraphLog:
         for _, folder in self._reports:
             if folder is not None:
                 folder.write_report()
+
+
+def _note_gathered(graph: fx.Graph, rows: list[Row]) -> None:
+    """What a forward gathers of weights, as pass `quantize_shards` notes it."""
+    of_salt = {s: text for node in graph.nodes for s, text in node.meta.get(GATHERS, {}).items()}
+    for row in rows:
+        if row.taken and row.salt in of_salt:
+            row.gathered = of_salt[row.salt]
 
 
 def _asked_of_weights(config: Config) -> str:

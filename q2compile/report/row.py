@@ -41,7 +41,8 @@ class Row:
                   compiled. ``saved_elements``: how many elements they stand for
     weight        "saved" or "recomputed", and why: the codes of w between fprop and dgrad. "" where
                   dgrad takes none, or nobody knows yet
-    gathered      under `gather_codes`: whether FSDP2 gathers codes or values of w, and why; else ""
+    gathered      where ranks gather w, by FSDP2 under `gather_codes` or in the graph: "gathers
+                  codes", or "gathers values" and why; else ""
     flops, bytes  of the layer under its recipe; text where a size is symbolic
     predicted     device -> {"time": over BF16's, "speed": 1 over that, "microseconds",
                   "bf16_microseconds", and of the first of these the GPU's and the host's, of which

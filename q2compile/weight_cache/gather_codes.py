@@ -39,8 +39,8 @@ def gather_codes(model: nn.Module) -> int:
     ``CPUOffloadPolicy`` the codes are made on the GPU, of shards that are copied there twice
     in a forward, and not in the backward.
 
-    A rank on which the graphs that quantize shards fail to compile warns and runs the same ops
-    without a compiler. The other ranks notice nothing, and bits stay.
+    A rank on which the graphs that quantize shards fail, to compile or in their first call, warns
+    and runs the same ops without a compiler. The other ranks notice nothing, and bits stay.
 
     Parameters, optimizers, ``state_dict`` and checkpoints stay those of FSDP2. After ``.to()`` or
     ``load_state_dict(assign=True)`` the next forward attaches again.

@@ -6,8 +6,8 @@ kernels cost a GPU. Equal layers share the graphs. One layer's shards in the dty
 alive at a time; between the calls none is, so the second makes them again.
 
 A graph is compiled by each rank for itself, when the others may already wait for this rank in a
-collective. Where that fails the rank runs the same ops without a compiler. They have the same bits,
-so no rank has to know of it.
+collective. Where that fails, or the graph's first call, the rank runs the same ops without a
+compiler. They have the same bits, so no rank has to know of it.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class ShardBatch:
     def agreement(self) -> Tensor:
         """The values that the ranks are to agree on: of `shard_codes.agreement`."""
         shards = self._shards()
-        found: Tensor = self._run(_agreement, shards)[0]
+        found: Tensor = self._run(agreement, shards)[0]
         return found
 
     def quantize(self, agreed: Tensor) -> None:
         """Make the codes under what the ranks agreed on; it is empty without a global scale."""
         shards = self._shards()
-        made = iter(self._run(_codes, [agreed, *shards]))
+        made = iter(self._run(codes, [agreed, *shards]))
         for weight, wanted in zip(self.weights, self._wanted, strict=True):
             global_scale, *sent = [next(made) for _ in range(shard_codes.parts(wanted.operand))]
             weight.send(sent, global_scale)
@@ -69,16 +69,19 @@ class ShardBatch:
 
     @torch.no_grad()
     def _run(self, function: Callable[..., Any], inputs: list[Tensor]) -> Sequence[Tensor]:
-        """``function`` of `_wanted` and the inputs, compiled if it can be."""
+        """``function`` of `_wanted` and the inputs, compiled if it can be compiled and called."""
         key = (function, *((t.shape, t.dtype, t.device) for t in inputs))
         if key not in self._graphs:
             of_inputs = partial(function, self._wanted)
             try:
-                self._graphs[key] = self._compiled(of_inputs, inputs)
+                compiled = self._compiled(of_inputs, inputs)
+                made: Sequence[Tensor] = compiled(*inputs)
+                self._graphs[key] = compiled
+                return made
             except Exception as error:
                 self._graphs[key] = of_inputs
                 _warn(self.weights[0].name, error)
-        made: Sequence[Tensor] = self._graphs[key](*inputs)
+        made = self._graphs[key](*inputs)
         return made
 
     def _compiled(self, function: Callable[..., Any], inputs: list[Tensor]) -> Callable[..., Any]:
@@ -90,14 +93,15 @@ class ShardBatch:
 def _warn(name: str, error: Exception) -> None:
     warnings.warn(
         f"q2compile: gather_codes: the graph that quantizes the shards of {name!r} and others of "
-        f"its layer failed to compile ({type(error).__name__}: {error}). On this rank it runs "
-        "without a compiler: slower, and with the same bits",
+        f"its layer failed to compile, or in its first call ({type(error).__name__}: {error}). On "
+        "this rank it runs without a compiler: slower, and with the same bits",
         RuntimeWarning,
         stacklevel=2,
     )
 
 
-def _agreement(wanted: Sequence[Wanted], *shards: Tensor) -> tuple[Tensor]:
+def agreement(wanted: Sequence[Wanted], *shards: Tensor) -> tuple[Tensor]:
+    """The result of `shard_codes.agreement`, for a compiler."""
     found = []
     for w, shard in zip(wanted, shards, strict=True):
         rows = w.form.matrix(shard).contiguous()
@@ -106,7 +110,7 @@ def _agreement(wanted: Sequence[Wanted], *shards: Tensor) -> tuple[Tensor]:
     return (shard_codes.agreement(found),)
 
 
-def _codes(wanted: Sequence[Wanted], agreed: Tensor, *shards: Tensor) -> tuple[Tensor, ...]:
+def codes(wanted: Sequence[Wanted], agreed: Tensor, *shards: Tensor) -> tuple[Tensor, ...]:
     """For each weight the global scale, and what `shard_codes.of_shard` returns."""
     g = shard_codes.global_scale(agreed)
     filling = shard_codes.filling(agreed, g, [w.operand for w in wanted]) if len(agreed) else ()

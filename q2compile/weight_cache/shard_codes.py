@@ -37,11 +37,9 @@ import torch
 from torch import Tensor
 
 from q2compile.recipes.recipe import Operand
+from q2compile.runtime_kernels.numerics import shards
 from q2compile.runtime_kernels.numerics.schemes import SCHEMES, Scheme
 from q2compile.runtime_kernels.numerics.transforms import TRANSFORMS
-
-_NAN = 0x7F  # as an e4m3 scale
-_LARGEST_G = 2.0**117  # 1536 * g < 2^128
 
 
 @lru_cache
@@ -101,19 +99,10 @@ def _sizes(shape: Sequence[int], transposed: bool) -> tuple[int, int, int]:
 def why_not(operand: str, dtypes: Collection[torch.dtype], layout: Layout) -> str:
     """Why codes by ``operand`` of shards can't be those of the whole weight; "" if they can.
     dtypes: that the weight is in, and that it is cast to."""
-    scheme, transform = scheme_of(operand), Operand.parse(operand).transform
-    height, unit = scheme.block[0], max(scheme.width, TRANSFORMS[transform].size)
+    transform = TRANSFORMS[Operand.parse(operand).transform]
     rows = layout.shard[1] if layout.dim == 1 else layout.rows
-    if rows % height:
-        return f"a rank has {rows} of its rows, and a block spans {height}"
-    columns, all_columns = layout.shard[2], layout.whole[2]
-    if layout.dim == 2 and (columns % unit or all_columns % unit):
-        return f"a rank has {columns} of its {all_columns} columns, and a block spans {unit}"
-    if scheme.global_scale != "none" and transform != "none":
-        return f"its global scale is found after the rotation {transform}"
-    if scheme.global_scale != "none" and torch.float16 in dtypes:
-        return "it is fp16, in which a row that sets the global scale may overflow"
-    return ""
+    columns = (layout.shard[2], layout.whole[2]) if layout.dim == 2 else None
+    return shards.why_not(scheme_of(operand), transform, dtypes, rows, columns)
 
 
 def with_rows(shard: Tensor, operand: str) -> Tensor:
@@ -136,7 +125,7 @@ def found_in(
     if scheme_of(operand).global_scale == "exact":
         return torch.ops.q2.amax(rows), None
     assert parts is not None
-    return parts[2], (parts[1].view(torch.uint8) % _NAN).bool().any()
+    return parts[2], (parts[1].view(torch.uint8) % shards.NAN_SCALE).bool().any()
 
 
 def agreement(found: Sequence[tuple[Tensor, Tensor | None]]) -> Tensor:
@@ -152,7 +141,7 @@ def agreement(found: Sequence[tuple[Tensor, Tensor | None]]) -> Tensor:
 def global_scale(agreed: Tensor) -> Tensor:
     """g of pow2 schemes by the maximum of the ranks: fp32 [weights]."""
     g = agreed.view(torch.float32)
-    return g.masked_fill(g == 0, 1.0).masked_fill(g > _LARGEST_G, torch.nan)
+    return g.masked_fill(g == 0, 1.0).masked_fill(g > shards.LARGEST_G, torch.nan)
 
 
 def filling(agreed: Tensor, g: Tensor, operands: Sequence[str]) -> list[Tensor]:

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from q2compile.passes.graph_queries import RESHAPES
+from q2compile.passes.graph_queries import RESHAPES, VIEWS_AND_CASTS
 
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 _CASTS = (torch.ops.prims.convert_element_type.default, _aten._to_copy.default)
 _JOINS = (_aten.split.Tensor, operator.getitem, _aten.cat.default)
+_PASSING_ON = VIEWS_AND_CASTS | {*_JOINS, _aten.clone.default, _c10d.wait_tensor.default}
 New = Callable[..., fx.Node]  # target, arguments -> the node of a call
 
 
@@ -42,6 +43,11 @@ class GatheredWeight:
     def shard(self) -> fx.Node:
         shard: Any = self.gather.args[0]
         return shard
+
+    @property
+    def ranks(self) -> int:
+        ranks: Any = self.gather.args[1]
+        return int(ranks)
 
     @property
     def rows_in_one(self) -> int:
@@ -75,6 +81,16 @@ class GatheredWeight:
         apart = new(_aten.permute.default, apart, order)
         size = [-1, columns] if self.dim == 1 else [-1, ranks * columns]
         return new(_aten.reshape.default, apart, size)
+
+
+def gather_behind(x: fx.Node) -> fx.Node | None:
+    """The all-gather of which ``x`` is the result, by way of any views, casts, splits and joins."""
+    node: Any = x
+    while not _calls(node, _c10d.all_gather_into_tensor):
+        if node.target not in _PASSING_ON:
+            return None
+        node = node.args[0][0] if node.target is _aten.cat.default else node.args[0]
+    return node
 
 
 def gathered_weight(x: fx.Node) -> GatheredWeight | None:

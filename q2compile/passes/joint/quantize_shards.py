@@ -9,15 +9,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from q2compile.capture.node_meta import SITE
-from q2compile.passes.graph_queries import GEMM_OPS, VIEWS_AND_CASTS, is_forward_operand, is_q2
-from q2compile.passes.joint.gathered_weight import GatheredWeight, gathered_weight
+from q2compile.capture.node_meta import GATHERS, SALT, SITE
+from q2compile.passes.graph_queries import GEMM_OPS, VIEWS_AND_CASTS, is_q2
+from q2compile.passes.joint.gathered_weight import GatheredWeight, gather_behind, gathered_weight
 from q2compile.passes.new_node import new_constant, new_node
+from q2compile.runtime_kernels.numerics import shards
 from q2compile.runtime_kernels.ops.table import QuantizerCall, quantizers
 
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
-_NAN = 0x7F  # as an e4m3 scale
-_LARGEST_G = 2.0**117  # 1536 * g < 2^128
 _NOTE = "q2_shards"  # in a node's meta: why the pass left it
 
 
@@ -49,12 +48,13 @@ def quantize_shards_pass(graph: fx.Graph) -> int:
     """
     found: dict[fx.Node, tuple[QuantizerCall, GatheredWeight]] = {}
     for node, call in quantizers(graph):
-        weight = gathered_weight(call.x) if _is_weight(node) else None
-        if weight is None:
+        gather = gather_behind(call.x) if _is_weight(node, call) else None
+        if gather is None:
             continue
+        weight = gathered_weight(call.x)
         why = _why_not(call, weight)
-        if why:
-            node.meta[_NOTE] = f"{node.name}{_of_module(node)} is left: {why}"
+        if why or weight is None:
+            _leave(node, gather, why)
         else:
             found[node] = call, weight
     moved: dict[fx.Node, list[fx.Node]] = {}  # a gather -> the quantizers of what it gathers
@@ -62,8 +62,7 @@ def quantize_shards_pass(graph: fx.Graph) -> int:
         if weight.readers <= found.keys():
             moved.setdefault(weight.gather, []).append(node)
         else:
-            why = "something besides quantizers reads the gathered weight"
-            node.meta[_NOTE] = f"{node.name}{_of_module(node)} is left: {why}"
+            _leave(node, weight.gather, "something besides quantizers reads the gathered weight")
     for gather, nodes in moved.items():
         for node in nodes:
             _Moved(graph, node, *found[node]).write()
@@ -76,13 +75,24 @@ def shards_notes(graph: fx.Graph) -> list[str]:
     return [node.meta.pop(_NOTE) for node in graph.nodes if _NOTE in node.meta]
 
 
-def _of_module(quantizer: fx.Node) -> str:
+def _leave(quantizer: fx.Node, gather: fx.Node, why: str) -> None:
     module = quantizer.meta.get("custom", {}).get(SITE)
-    return f" of {module}" if module else ""
+    of_module = f" of {module}" if module else ""
+    quantizer.meta[_NOTE] = f"{quantizer.name}{of_module} is left: {why}"
+    _note(gather, quantizer, f"gathers values: {why}")
 
 
-def _is_weight(quantizer: fx.Node) -> bool:
-    """Whether a GEMM takes its codes as the second operand."""
+def _note(gather: fx.Node, quantizer: fx.Node, text: str) -> None:
+    """For the report."""
+    salt = quantizer.meta.get("custom", {}).get(SALT)
+    gather.meta[GATHERS] = {**gather.meta.get(GATHERS, {}), salt: text}
+
+
+def _is_weight(quantizer: fx.Node, call: QuantizerCall) -> bool:
+    """Whether fprop takes its codes as the second operand. dgrad and wgrad take columnwise codes,
+    and other forms of a scheme are of later passes."""
+    if call.columnwise or call.source_scheme is not None or call.scheme.form:
+        return False
     outputs = (user for user in quantizer.users if user.target is operator.getitem)
     codes = [output for output in outputs if output.args[1] == 0]
     return any(
@@ -103,26 +113,21 @@ def _erase(graph: fx.Graph, gather: fx.Node) -> None:
     graph.erase_node(gather)
 
 
-def _why_not(call: QuantizerCall, weight: GatheredWeight) -> str:
+def _why_not(call: QuantizerCall, weight: GatheredWeight | None) -> str:
     """Why its codes can't be made of shards; "" if they can."""
     scheme = call.scheme
-    if not is_forward_operand(call) or scheme.form:
-        return "it is no quantizer of a forward operand"
+    if weight is None:
+        return "views between the gather and the quantizer cut or join it in another way"
+    if call.draws:
+        return "it draws random bits, which depend on the position"
     if not _is_input(weight.shard):
         return "a rank's part of it is computed in the graph"
     if scheme.global_scale == "exact" or call.args["amax"] is not None:
         return "its global scale is exact"
-    if scheme.global_scale != "none" and call.rotated:
-        return f"its global scale is found after the rotation {call.transform.name}"
-    if scheme.global_scale != "none" and call.x.meta["val"].dtype == torch.float16:
-        return "it is fp16, in which a row that sets the global scale may overflow"
-    height, unit = scheme.block[0], max(scheme.width, call.transform.size)
-    rows, columns = weight.rows_in_one, weight.sizes[2]
-    if rows % height:
-        return f"a rank has {rows} of its rows, and a block spans {height}"
-    if weight.dim == 2 and columns % unit:
-        return f"a rank has {columns} of its columns, and a block spans {unit}"
-    return ""
+    columns = weight.sizes[2]
+    both = (columns, columns * weight.ranks) if weight.dim == 2 else None
+    dtypes = {call.x.meta["val"].dtype}
+    return shards.why_not(scheme, call.transform, dtypes, weight.rows_in_one, both)
 
 
 class _Moved:
@@ -132,8 +137,7 @@ class _Moved:
         self, graph: fx.Graph, node: fx.Node, call: QuantizerCall, weight: GatheredWeight
     ) -> None:
         self.graph, self.node, self.call, self.weight = graph, node, call, weight
-        self.ranks: Any = weight.gather.args[1]
-        self.group = weight.gather.args[2]
+        self.ranks, self.group = weight.ranks, weight.gather.args[2]
         self.rows, self.height = weight.sizes[0] * weight.sizes[1], call.scheme.block[0]
 
     def write(self) -> None:
@@ -165,7 +169,7 @@ class _Moved:
         padded = self._new(_aten.constant_pad_nd.default, self.shard, [0, 0, 0, self.height])
         made = self._quantized(padded, ())
         scales, g = self._new(_aten.view.dtype, made[1], torch.uint8), made[2]
-        zero, nan = (self._new(_aten.eq.Scalar, scales, value) for value in (0, _NAN))
+        zero, nan = (self._new(_aten.eq.Scalar, scales, value) for value in (0, shards.NAN_SCALE))
         none = self._new(_aten.logical_or.default, zero, nan)
         none = self._new(_aten.all.default, none)
         is_number = self._new(_aten.eq.Tensor, g, g)
@@ -176,7 +180,7 @@ class _Moved:
         g = self._new(_aten.view.dtype, found, torch.float32)
         is_zero = self._new(_aten.eq.Scalar, g, 0)
         g = self._new(_aten.where.self, is_zero, self._constant(1.0, g), g)
-        beyond = self._new(_aten.gt.Scalar, g, _LARGEST_G)
+        beyond = self._new(_aten.gt.Scalar, g, shards.LARGEST_G)
         return self._new(_aten.where.self, beyond, self._constant(float("nan"), g), g)
 
     def _with_rows(self, g: fx.Node) -> fx.Node:
@@ -201,6 +205,8 @@ class _Moved:
         """Saved or recomputed in the backward as the gathered values would have been."""
         gather = self.weight.gather
         begun = self._new(target, *args)
+        if target is _c10d.all_gather_into_tensor.default:
+            _note(begun, self.node, "gathers codes")
         ended = self._new(_c10d.wait_tensor.default, begun)
         for node in (begun, ended):
             for tag in ("recompute", "ac_graph_id"):

@@ -105,14 +105,27 @@ def accumulated(**how: Any) -> Callable[[Attach], Run]:
     return lambda attach: Training(*build(**how), attach).steps(STEPS, micro_batches=2).done()
 
 
+@torch.library.custom_op("planted::fail", mutates_args=())
+def fail(x: Tensor) -> Tensor:
+    raise RuntimeError("planted in a call")
+
+
+@fail.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
 def not_compilable(attach: Attach) -> Run:
-    """Rank 1 can't compile the graphs that quantize its shards."""
-
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("planted")
-
+    """On rank 1 the first graph that quantizes its shards can't be compiled, and the second not be
+    called."""
     trace = shard_batch.make_fx
-    shard_batch.make_fx = fail if dist.get_rank() == 1 else trace
+
+    def failing(function: Any, **kwargs: Any) -> Any:
+        if function.func is shard_batch.agreement:
+            raise RuntimeError("planted")
+        return trace(lambda *inputs: [fail(t) for t in function(*inputs)], **kwargs)
+
+    shard_batch.make_fx = failing if dist.get_rank() == 1 else trace
     try:
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")

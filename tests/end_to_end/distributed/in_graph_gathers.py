@@ -32,10 +32,13 @@ from training import new_model
 
 class InGraph(nn.Module):
     """A linear whose weight is a DTensor that its forward gathers, as SimpleFSDP's are; or a plain
-    shard (functional)."""
+    shard (functional). read: something besides the linear reads the weight."""
 
-    def __init__(self, linear: nn.Linear, mesh: DeviceMesh, functional: bool) -> None:
+    def __init__(
+        self, linear: nn.Linear, mesh: DeviceMesh, functional: bool, read: bool = False
+    ) -> None:
         super().__init__()
+        self.read = read
         shard = distribute_tensor(linear.weight.detach(), mesh, [Shard(0)])
         self.weight = nn.Parameter(shard.to_local().clone() if functional else shard)
         self.mesh, self.functional = mesh, functional
@@ -45,7 +48,8 @@ class InGraph(nn.Module):
             w = all_gather_tensor_autograd(self.weight.bfloat16(), 0, self.mesh.get_group())
         else:
             w = whole(self.weight)
-        return nn.functional.linear(x, w)
+        y = nn.functional.linear(x, w)
+        return y * w.abs().mean() if self.read else y
 
 
 class GatheringExperts(expert_parallel.Experts):
@@ -70,11 +74,12 @@ def whole(shard: Any) -> Tensor:
 
 
 def in_graph(attach: Attach) -> Run:
-    """The first layer gathers DTensors, the second plain shards."""
+    """The first layer gathers DTensors, the second plain shards. One weight is read otherwise."""
     mesh, model = mesh_of(2), new_model().bfloat16()
     for i, layer in enumerate(model.layers):
         for name in ("gate", "up", "down"):
-            setattr(layer, name, InGraph(getattr(layer, name), mesh, functional=i > 0))
+            linear, read = getattr(layer, name), (i, name) == (1, "down")
+            setattr(layer, name, InGraph(linear, mesh, functional=i > 0, read=read))
     return _recorded(model, [model], attach, "quartet2", of_tokens)
 
 

@@ -180,27 +180,37 @@ def test_codes_are_gathered_again_after_a_change(two: Found) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "weights", "per"),
+    ("name", "weights", "left", "per"),
     [
-        ("in_graph", LAYERS * 3 * HIDDEN * 128 // 2, "quartet2"),
-        ("in_graph_experts", 2 * EXPERTS * INNER * WIDTH // 2, "nvfp4"),  # layers share a graph
+        ("in_graph", (LAYERS * 3 - 1) * HIDDEN * 128 // 2, HIDDEN * 128 // 2, "quartet2"),
+        ("in_graph_experts", 2 * EXPERTS * INNER * WIDTH // 2, 0, "nvfp4"),  # layers share a graph
     ],
 )
-def test_a_gather_in_the_graph_is_of_codes(name: str, weights: int, per: str, two: Found) -> None:
+def test_a_gather_in_the_graph_is_of_codes(
+    name: str, weights: int, left: int, per: str, two: Found
+) -> None:
     """SimpleFSDP's, by DTensors, and a functional one; stacks of experts that are cut by experts,
-    and along their rows. The pass `quantize_shards` moves quantizers before them."""
+    and along their rows. The pass `quantize_shards` moves quantizers before them, and the report
+    has the reason for the one that it leaves."""
     for rank in two:
-        assert rank[f"{name}.plain"].notes["bytes"] == 2 * weights
-        assert rank[name].notes["bytes"] == BYTES[per] * weights
+        assert rank[f"{name}.plain"].notes["bytes"] == 2 * (weights + left)
+        assert rank[name].notes["bytes"] == BYTES[per] * weights + 2 * left
+        assert not any("gathers" in why for why in rank[f"{name}.plain"].why.values())
+        values = "gathers values: something besides quantizers reads the gathered weight"
+        why = rank[name].why
+        assert [m for m in why if why[m] == values] == (["layers.1.down"] if left else [])
+        assert list(why.values()).count("gathers codes") == (LAYERS * 3 - 1 if left else 2)
 
 
 def test_a_rank_that_can_t_compile_gathers_codes_as_the_others_do(two: Found) -> None:
-    """With a warning for each of the two graphs, on that rank alone."""
-    for rank, count in zip(two, (0, 2), strict=True):
+    """With a warning for each of the two graphs, on that rank alone: one can't be compiled, one
+    fails in its first call."""
+    for rank, errors in zip(two, ([], ["planted)", "planted in a call)"]), strict=True):
         found, run = rank["not_compilable"].notes["warnings"], rank["not_compilable"]
-        assert len(found) == count and run.bytes == rank["quartet2"].bytes[:4]
-        text = "'layers.0.gate.weight' and others of its layer failed to compile (RuntimeError: pl"
-        assert all(text in message for message in found)
+        assert run.bytes == rank["quartet2"].bytes[:4]
+        text = "'layers.0.gate.weight' and others of its layer failed to compile, or in its first "
+        for message, error in zip(found, errors, strict=True):
+            assert text in message and f"call (RuntimeError: {error}" in message
 
 
 def test_a_gather_by_hand_gives_values(two: Found) -> None:

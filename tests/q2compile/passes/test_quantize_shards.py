@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import fx
 
+from q2compile.capture.node_meta import GATHERS
 from q2compile.passes.graph_queries import op_counts
 from q2compile.passes.joint.quantize_shards import quantize_shards_pass, shards_notes
 from q2compile.passes.verify import GraphSpecError, check_spec
@@ -46,6 +47,7 @@ def graph_of(
     computed: bool = False,
     read: bool = False,
     amax: bool = False,
+    cut: bool = False,
 ) -> fx.Graph:
     """y = gemm(Q(x), Q(w)), with w gathered from a cast of a shard in fp32."""
     b = Builder()
@@ -56,7 +58,12 @@ def graph_of(
         local = b.call(aten.mul.Tensor, local, 2.0)
     w = b.call(WAIT, b.call(GATHER, local, RANKS, "0"))
     w = b.call(aten.view.default, w, [RANKS * rows, COLUMNS])  # as autograd leaves it
+    if cut:
+        w = b.call(aten.view.default, w, [rows, RANKS * COLUMNS])
+        x = b.call(aten.view.default, x, [8, RANKS * COLUMNS])
     more = {"amax": b.call(q2.amax.default, w)} if amax else {}
+    if "_sr" in scheme:
+        more["rowwise_seed"] = b.placeholder("seed", dtype=torch.int64)
     qw, qx = quantized(b, w, scheme, transform, **more), quantized(b, x, "nvfp4_pow2")
     a, other = (qw, qx) if of_activation else (qx, qw)
     schemes = (scheme, "nvfp4_pow2") if of_activation else ("nvfp4_pow2", scheme)
@@ -97,6 +104,11 @@ def gathers(graph: fx.Graph) -> list[tuple[torch.dtype, tuple[int, ...]]]:
     return [(t.dtype, tuple(t.shape)) for t in found]
 
 
+def gathered(graph: fx.Graph) -> list[dict[int | None, str]]:
+    """What the report is to say."""
+    return [node.meta[GATHERS] for node in graph.nodes if GATHERS in node.meta]
+
+
 def test_codes_and_scales_are_gathered_under_one_global_scale() -> None:
     graph = graph_of()
     assert quantize_shards_pass(graph) == 1
@@ -114,6 +126,7 @@ def test_codes_and_scales_are_gathered_under_one_global_scale() -> None:
     shapes = [tuple(n.meta["val"].shape) for n in gemm.args[3:6]]
     assert shapes == [(RANKS * ROWS, 32), (RANKS * ROWS, 4), ()]
     check_spec(graph, "forward", "test")
+    assert gathered(graph) == [{None: "gathers codes"}] * 2
     assert quantize_shards_pass(graph) == 0
 
 
@@ -174,6 +187,8 @@ def test_stacks_of_experts(dim, transposed, rows, columns, height) -> None:
             "a rank has 24 of its rows, and a block spans 16",
         ),
         ({"scheme": "nvfp4", "amax": True}, "its global scale is exact"),
+        ({"scheme": "nvfp4_sr_pow2"}, "it draws random bits, which depend on the position"),
+        ({"cut": True}, "views between the gather and the quantizer cut or join it in another way"),
     ],
     ids=str,
 )
@@ -183,6 +198,7 @@ def test_what_is_left(how, why) -> None:
     assert quantize_shards_pass(graph) == 0 and op_counts(graph) == before
     assert gathers(graph) == [(torch.bfloat16, (how.get("rows", ROWS), COLUMNS))]
     assert shards_notes(graph) == ([f"quantize_default is left: {why}"] if why else [])
+    assert gathered(graph) == ([{None: f"gathers values: {why}"}] if why else [])
 
 
 def test_the_backward_makes_again_what_it_would_have() -> None:
