@@ -354,7 +354,8 @@ def add_pictures(comparison: Path, into: Path) -> None:
     found = gaps(every, [(run, BASELINE) for run in by_name(every) if run != BASELINE])
     title = f"Llama {own['size']}, branched after step {own['branch']}"
     if found:
-        picture(draw_errors, list(found.values()), title, into / f"errors-{name}.png")
+        height = max(5.0, 0.2 * len(found))  # a line for each run
+        picture(draw_errors, list(found.values()), title, into / f"errors-{name}.png", height)
     few = [run for run in done if run.result.run["against"] == BASELINE]
     picture(draw_gaps, few, title, into / f"gaps-{name}.png")
 

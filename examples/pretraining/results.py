@@ -57,9 +57,11 @@ def write(runs: Sequence[Finished], folder: Path, title: str) -> str:
     return text
 
 
-def picture(draw: Callable[[Axes, Any], None], drawn: Any, title: str, file: Path) -> None:
-    """Save what a function draws of ``drawn`` on axes."""
-    figure = Figure(figsize=(8, 5), layout="constrained")
+def picture(
+    draw: Callable[[Axes, Any], None], drawn: Any, title: str, file: Path, height: float = 5.0
+) -> None:
+    """Save what a function draws of ``drawn`` on axes. height: inches."""
+    figure = Figure(figsize=(8, height), layout="constrained")
     draw(figure.subplots(), drawn)
     figure.suptitle(title)
     figure.axes[0].grid(alpha=0.3)
