@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -28,6 +29,7 @@ from q2compile.runtime_kernels.kernel_states import rejected
 
 LOG = logging.getLogger("q2compile")
 SECONDS = 60.0  # a check may take: Triton compiles in some
+MOST = 5.0  # times longer, on a busy machine
 _LATER = 0.25  # of that, once one took longer: the next may well hang, too
 _STARTING = 180.0  # seconds for Python, torch and the first use of the device
 _IDLE = 20.0  # seconds, after which a child is ended: it holds memory of the device
@@ -48,11 +50,21 @@ class Unable(NamedTuple):
 
 
 class _Silent(Exception):
-    """The child has sent no message for too long."""
+    """The child has sent no message for too long: argument, in seconds."""
 
 
 class _Gone(Exception):
     """The child has ended."""
+
+
+def _slowdown() -> float:
+    """How many times longer work takes because more processes want to run than there are cores. A
+    slow machine must not look like a kernel that hangs."""
+    try:
+        load = os.getloadavg()[0]
+    except (AttributeError, OSError):
+        return 1.0
+    return min(max(1.0, load / (os.cpu_count() or 1)), MOST)
 
 
 class _Child:
@@ -88,11 +100,17 @@ class _Child:
             raise _Gone from None
 
     def next(self, seconds: float) -> tuple[str, Any]:
-        """Its next message."""
-        try:
-            message = self._messages.get(timeout=seconds)
-        except queue.Empty:
-            raise _Silent from None
+        """Its next message. seconds: on a machine that is not busy."""
+        asked = time.monotonic()
+        while True:
+            waited = time.monotonic() - asked
+            left = seconds * _slowdown() - waited
+            try:
+                message = self._messages.get(timeout=max(left, 0.0))
+                break
+            except queue.Empty:
+                if left <= 0.0:
+                    raise _Silent(waited) from None
         if message is None:
             raise _Gone
         return message
@@ -197,9 +215,10 @@ class Checker:
             try:
                 if (unable := self._asked_once(request, began)) is not None:
                     return unable
-            except _Silent:
-                took, self._limit = self._limit, _LATER * SECONDS
-                self._reject(began[-1], f"its self-check did not end within {took:.0f} s")
+            except _Silent as silent:
+                self._limit = _LATER * SECONDS
+                waited = silent.args[0]
+                self._reject(began[-1], f"its self-check did not end within {waited:.0f} s")
             except _Gone:
                 how = self._drop()
                 if began:

@@ -20,6 +20,7 @@ from q2compile.runtime_kernels.cuda.check_child import (
     BEGUN,
     ENDED,
     LOST,
+    MOST,
     READY,
     SECONDS,
     UNABLE,
@@ -38,7 +39,7 @@ class _ToParent:
         self._channel.flush()
 
     def begun(self, request: Request) -> None:
-        faulthandler.dump_traceback_later(2 * SECONDS, exit=True)  # whose parent is gone
+        faulthandler.dump_traceback_later(2 * MOST * SECONDS, exit=True)  # whose parent is gone
         self.send(BEGUN, request)
 
     def ended(self, request: Request, result: Result) -> None:

@@ -33,6 +33,8 @@ def disagreement(how: str, folder: str) -> str | None:
         os.kill(os.getpid(), signal.SIGILL)
     if how == "hang":
         time.sleep(1000)
+    if how == "slow":
+        time.sleep(2)
     if how == "memory":
         raise torch.OutOfMemoryError("CUDA out of memory")
     if how == "raises":

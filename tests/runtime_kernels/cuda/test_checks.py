@@ -38,9 +38,10 @@ ENDS = {
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch, tmp_path):
-    """The folder in which checks leave marks. Limits are short."""
+    """The folder in which checks leave marks. Limits are short, and the machine is not busy."""
     monkeypatch.setenv("Q2COMPILE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(check_child, "SECONDS", 1.0)
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     monkeypatch.setattr(checks, "_CHECKER", check_child.Checker())
     (tmp_path / "ran").mkdir()
     yield tmp_path / "ran"
@@ -78,6 +79,20 @@ def test_whatever_a_kernel_does_it_alone_is_rejected_once(monkeypatch, folder, h
     assert again.startswith(ENDS[how]) and len(said) == 1 and len(runs(folder)) == 3
     assert refused("right", folder, name="right") == (None, []) and len(runs(folder)) == 3
     assert list((folder.parent / "cache").glob("*.checking")) == []
+
+
+@pytest.mark.parametrize("busy, end", [(0.5, "within 1 s"), (4, None), (1000, None)])
+def test_a_busy_machine_has_more_time(monkeypatch, folder, busy, end) -> None:
+    """As many times as there are processes for a core, up to five. The check takes two seconds."""
+    monkeypatch.setattr(os, "getloadavg", lambda: (busy * os.cpu_count(), 0.0, 0.0))
+    found, _ = refused("slow", folder)
+    assert found is None if end is None else end in found
+
+
+def test_a_hang_ends_on_a_busy_machine_too(monkeypatch, folder) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (1e6, 0.0, 0.0))
+    found, _ = refused("hang", folder)
+    assert found == "rejected: its self-check did not end within 5 s"
 
 
 @pytest.mark.parametrize("how", ["trap", "wrong"])  # the child ends, and goes on

@@ -87,7 +87,7 @@ def test_launches_that_a_graph_may_have_replayed_are_named() -> None:
 ON_A_GPU = """
 import threading
 import torch
-import q2compile
+import q2compile.runtime_kernels
 x = torch.randn(256, 256, device="cuda").bfloat16().requires_grad_()
 def quantize():
     torch.ops.q2.quantize(x, scheme="nvfp4_46_pow2", rowwise=True, columnwise=False)

@@ -41,11 +41,11 @@ def quantized(rows: int, columns: int, scheme: str) -> tuple[torch.Tensor, ...]:
     return tuple(torch.ops.q2.quantize(x, scheme=scheme, rowwise=True, columnwise=False))
 
 
-def assert_is(got: torch.Tensor, want: torch.Tensor, tmp_path) -> None:
-    """Up to one rounding of each; and the comparison of the first large launch has passed."""
+def assert_is(op: str, got: torch.Tensor, want: torch.Tensor, tmp_path) -> None:
+    """Up to one rounding of each; and the comparison of the op's first large launch has passed."""
     error = (got.float() - want.float()).norm() / want.float().norm()
     assert error <= GEMM_ERROR[BF16], error
-    assert len(list(tmp_path.glob("*.checked"))) == 1
+    assert len(list(tmp_path.glob(f"{op}-*.checked"))) == 1
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -53,7 +53,8 @@ def assert_is(got: torch.Tensor, want: torch.Tensor, tmp_path) -> None:
 def test_products(m, n, k, scheme, tmp_path) -> None:
     bias = torch.randn(n, device="cuda").to(BF16)
     args = (*quantized(m, k, scheme), *quantized(n, k, scheme), bias, scheme, scheme, BF16)
-    assert_is(triton_fp4.gemm_triton(*args), select("gemm", args, REFERENCE)(*args), tmp_path)
+    got, want = triton_fp4.gemm_triton(*args), select("gemm", args, REFERENCE)(*args)
+    assert_is("gemm", got, want, tmp_path)
 
 
 @pytest.mark.parametrize("m, n, k", SIZES)
@@ -62,7 +63,8 @@ def test_products_masked_and_rotated_back(m, n, k, tmp_path) -> None:
     operands = *quantized(m, k, scheme), *quantized(n, k, scheme)
     args = (*operands, mask, scheme, scheme, "h32", BF16)
     want = select("gemm_masked_unrotate", args, REFERENCE)(*args)
-    assert_is(triton_fp4.gemm_masked_unrotate_triton(*args), want, tmp_path)
+    got = triton_fp4.gemm_masked_unrotate_triton(*args)
+    assert_is("gemm_masked_unrotate", got, want, tmp_path)
 
 
 @pytest.mark.parametrize("gemm", ["fprop", "dgrad", "wgrad"])
@@ -84,4 +86,4 @@ def test_grouped_products(gemm, scheme, tmp_path) -> None:
     if gemm != "wgrad":  # rows of no group: 192, which the reference may leave
         assert not got[8000:].any()
         got, want = got[:8000], want[:8000]
-    assert_is(got, want, tmp_path)
+    assert_is("grouped_gemm", got, want, tmp_path)
