@@ -175,7 +175,7 @@ class GraphLog:
 
 
 def _note_gathered(graph: fx.Graph, rows: list[Row]) -> None:
-    """What a forward gathers of weights, as pass `quantize_shards` notes it."""
+    """Weights that a forward gathers, as pass `quantize_shards` notes it."""
     of_salt = {s: text for node in graph.nodes for s, text in node.meta.get(GATHERS, {}).items()}
     for row in rows:
         if row.taken and row.salt in of_salt:

@@ -105,7 +105,7 @@ def gathers(graph: fx.Graph) -> list[tuple[torch.dtype, tuple[int, ...]]]:
 
 
 def gathered(graph: fx.Graph) -> list[dict[int | None, str]]:
-    """What the report is to say."""
+    """The reasons that the report shows."""
     return [node.meta[GATHERS] for node in graph.nodes if GATHERS in node.meta]
 
 
