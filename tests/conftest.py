@@ -33,10 +33,10 @@ from torch._dynamo.utils import counters
 from torch._guards import TracingContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from q2compile.report.dump_folder import DumpFolder
 from q2compile.runtime_kernels import kernel_states, registry
 from q2compile.runtime_kernels.cuda import checks
 from tests.support.browser import Browser, missing
+from tests.support.new_process import forget_dump_folders
 
 # The same examples in every run, and no deadline: CI machines are slow and shared.
 settings.register_profile("q2compile", derandomize=True, deadline=None)
@@ -84,7 +84,7 @@ def fresh_compiler() -> None:
     """Nothing is compiled or counted yet, and no dump folder is in use, as in a new process."""
     torch._dynamo.reset()
     counters.clear()
-    DumpFolder.close_all()
+    forget_dump_folders()
 
 
 @pytest.fixture

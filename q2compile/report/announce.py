@@ -22,6 +22,8 @@ import re
 import sys
 from collections.abc import Sequence
 
+from torch.utils.data import get_worker_info
+
 from q2compile.capture.find_matmuls import UNREAD
 from q2compile.config import Config
 from q2compile.passes.record import PassRecord
@@ -58,8 +60,10 @@ def graph_came() -> None:
 
 def _say_that_no_graph_came() -> None:
     """A module compiled inside another torch.compile runs with the outer backend, and Dynamo tells
-    the inner one nothing. At exit it is known."""
-    if not First.came and was_named("quartet2") and process_rank() == 0:
+    the inner one nothing. At exit it is known. A spawned worker of a DataLoader runs the program's
+    module, and no step of it."""
+    worker = get_worker_info() is not None
+    if not First.came and not worker and was_named("quartet2") and process_rank() == 0:
         _show_if_unconfigured()
         LOG.warning(
             "q2compile: torch.compile was given backend='quartet2', and no graph came to it: "

@@ -90,11 +90,6 @@ class DumpFolder:
             cls._open[key] = cls(folder)
         return cls._open[key]
 
-    @classmethod
-    def close_all(cls) -> None:
-        """The next graph starts its folder anew, as in a new process."""
-        cls._open.clear()
-
     def new_graph(self) -> tuple[Path, GraphRecord]:
         """The folder of one more graph, and what writes into it."""
         number = self.report.graphs

@@ -91,8 +91,3 @@ def step(number: int | None = None) -> None:
         raise ConfigError(f"step: got {shown(number)}; allowed: a whole number from 0 on, or none")
     _clock.own = True
     _clock.number = _clock.number + 1 if number is None else number
-
-
-def restart() -> None:
-    """Count from 0 again, and listen to optimizers."""
-    _clock.__init__()  # type: ignore[misc]

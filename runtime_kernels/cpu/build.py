@@ -9,6 +9,7 @@ header of torch's, so any C++17 compiler that Inductor accepts will do.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -95,17 +96,18 @@ def _library() -> ctypes.CDLL:
         raise BuildError(f"they are not written for {platform.machine()} on {sys.platform}.")
     path = library_path()
     if path.exists():
-        try:
+        with contextlib.suppress(OSError):  # a broken file is built anew
             return ctypes.CDLL(str(path))
-        except OSError:  # a broken file: built anew
-            path.unlink(missing_ok=True)
     compiler = _compiler()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return _built(compiler, path)
     except OSError:  # the folder can't be written: a compilation for each process
-        with tempfile.TemporaryDirectory() as folder:
-            return _built(compiler, Path(folder) / path.name)
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                return _built(compiler, Path(folder) / path.name)
+        except OSError as error:  # read-only as well, or no program in it may be run
+            raise BuildError(f"no folder takes a library that can be loaded: {error}.") from error
 
 
 def _compiler() -> str:

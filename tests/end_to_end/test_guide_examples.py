@@ -14,7 +14,7 @@ import pytest
 
 from q2compile.config import CONFIG_FILE_VARIABLE
 from q2compile.report import announce
-from q2compile.telemetry import clock
+from tests.support.new_process import restart_clock
 
 GUIDES = Path(__file__).resolve().parents[2] / "examples" / "guides"
 PROGRAMS = sorted(path.stem for path in GUIDES.glob("*.py"))
@@ -30,7 +30,7 @@ def load(name: str) -> ModuleType:
 @pytest.fixture(autouse=True)
 def eager(tmp_path, monkeypatch, fresh_compiler) -> None:
     """In an empty folder, without Inductor."""
-    clock.restart()
+    restart_clock()
     config = tmp_path / "config.json"
     config.write_text('{"inner": "eager"}')
     monkeypatch.setenv(CONFIG_FILE_VARIABLE, str(config))

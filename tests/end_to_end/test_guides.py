@@ -28,10 +28,10 @@ from q2compile.config import CONFIG_FILE_VARIABLE, Config
 from q2compile.passes import pass_names
 from q2compile.report import announce
 from q2compile.runtime_kernels import registry
-from q2compile.telemetry import clock
 from q2compile.tools import cli
 from tests.support.guide_model import prepared
 from tests.support.markdown import Block, blocks, broken_links, prose
+from tests.support.new_process import restart_clock
 from tests.support.tracked import tracked
 
 if sys.version_info >= (3, 11):
@@ -324,7 +324,7 @@ def folder(tmp_path, monkeypatch, fresh_compiler) -> Path:
     config.write_text('{"inner": "eager"}')
     monkeypatch.setenv(CONFIG_FILE_VARIABLE, str(config))
     monkeypatch.setattr(announce.First, "compiled", False)
-    clock.restart()
+    restart_clock()
     work = tmp_path / "work"
     work.mkdir()
     monkeypatch.chdir(work)

@@ -5,6 +5,7 @@ Compilers, GPUs, folders, caches, files with hostile content."""
 import errno
 import json
 import os
+import pwd
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from q2compile import explain
 from q2compile.config import CONFIG_FILE_VARIABLE, Config
 from q2compile.errors import StageError
 from q2compile.runtime_kernels import registry
+from q2compile.runtime_kernels.cache_folder import cache_dir
 from q2compile.runtime_kernels.cuda import checked_cases, selfcheck
 from q2compile.runtime_kernels.cuda.jit import limits, nvrtc
 from tests.support import quantizer_calls
@@ -187,6 +189,19 @@ def test_a_read_only_cache_folder_costs_a_compilation(cache, monkeypatch):
     monkeypatch.setenv("Q2COMPILE_CACHE_DIR", "/dev/null/nowhere")
     assert nvrtc.cubin(VARIANT, "sm_90a") == b"machine code"
     assert len(built) == 2
+
+
+def test_a_user_without_a_home_has_a_cache_among_temporary_files(monkeypatch, tmp_path):
+    """A container with --user: no HOME, and no entry in the user database."""
+
+    def unknown(uid):
+        raise KeyError(uid)
+
+    for name in ("Q2COMPILE_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    assert cache_dir() == tmp_path / f"q2compile-{os.getuid()}"
 
 
 @pytest.mark.parametrize("content", [b"", b"short", b"\0" * 4096, "other", "truncated"])

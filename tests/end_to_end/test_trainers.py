@@ -35,6 +35,18 @@ def taken(folder):
     return [row["module"] for row in rows if row["taken"]]
 
 
+def test_the_table_has_the_versions_of_this_suite():
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if "==" in line)
+    table = (ROOT / "examples" / "trainers" / "README.md").read_text()
+    versions = (ROOT / "tests" / "VERSIONS.md").read_text()
+    assert f"| Hugging Face Trainer | {pins['transformers']} (transformers) |" in table
+    assert f"\n| accelerate | {pins['accelerate']} |" in table
+    assert f"\n| Lightning | {pins['lightning']} |" in table
+    for name, written in (("transformers", "transformers"), ("lightning", "Lightning")):
+        assert f"{written} {pins[name]}" in versions
+
+
 def test_hugging_face_trainer(tmp_path):
     """Six optimizer steps of two micro-batches under bf16 autocast, and a checkpoint that the plain
     model loads."""

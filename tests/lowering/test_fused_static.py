@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Machine code of rotating quantizers that compute their operand: it compiles for every
-architecture, spills and is as long as was recorded, and takes as many instructions as the rule
-reckons with."""
+"""Machine code of rotating quantizers that compute their operand (prologue fusion). For every
+architecture it has at most the recorded instructions and spills, and the rule that decides whether
+to fuse counts the same instructions as the code has."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def code_of(name: str, architecture: str) -> disassemble.Code:
 
 @pytest.mark.parametrize(("name", "architecture"), FUSED_CASES)
 def test_spills_and_length_are_those_recorded(name, architecture) -> None:
-    """machine_code.py records them. The addresses of four rows of loads are what is spilled, where
-    a sister without an expression spills already. NVRTC 13.2 spills more."""
+    """Compared with the records of machine_code.py. Kernels spill only addresses of their loads,
+    where the kernel without an expression spills, too. NVRTC 13.2 spills more."""
     try:
         assert regressions(name, architecture) == {}
     except FileNotFoundError as error:
@@ -40,9 +40,9 @@ def test_spills_and_length_are_those_recorded(name, architecture) -> None:
 # The others compile the same source as one of these, with the same loads.
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90a", "sm_100a", "sm_120a"])
 def test_loads(architecture) -> None:
-    """A static_assert holds the parameter struct to the launch's layout. Three inputs, of 16 bytes
-    a thread: four rows at a time in whole tiles, one at an edge (four in a group's last tile), for
-    the first tile and the next. The code that quantizes two operands is there once."""
+    """Each of three inputs is loaded 16 bytes at a time. In a whole tile a thread loads four rows,
+    at an edge one (in the last tile of a group, four). The code has both cases twice, for the first
+    tile and for the next. Two operands share the code that quantizes them."""
     code = code_of("fused gated eden", architecture)
     assert code.count("LDG.E.128") == 2 * 3 * (4 + 1)
     if architecture in ("sm_100a", "sm_120a"):
@@ -58,9 +58,10 @@ def loops(name: str) -> list[int]:
 
 @pytest.mark.parametrize(("dequantized", "most"), [("", 3100), (" dequantized", 3800)])
 def test_two_operands_share_the_code_that_quantizes(dequantized, most) -> None:
-    """From about 4000 instructions on warps wait for them (KERNEL_LOG.md). A tile's loop has one of
-    both operands in it, and is no longer than that of one operand but for what computes du. One of
-    gate and up takes no more than a matrix that is read, its mask and signs being the other's."""
+    """Warps wait for instructions if a loop has about 4000 or more (KERNEL_LOG.md). With two
+    operands, the loop over tiles has an inner loop over the operands. It is as long as the loop of
+    one operand, plus the instructions that compute du. The inner loop is no longer if gate and up
+    are parts of one tensor, whose mask and signs they share."""
     one, (tile, operand, *_) = (loops(f"fused {n} eden{dequantized}") for n in ("swiglu", "gated"))
     assert tile <= one[0] + 8 * 4 * 5 + 50  # du: 3 instructions an element and its store, 32 a time
     assert operand <= most
@@ -69,8 +70,9 @@ def test_two_operands_share_the_code_that_quantizes(dequantized, most) -> None:
 
 @pytest.mark.parametrize("name", [n for n in EXPRESSIONS if n != "gate and up"])
 def test_instructions_an_element(name) -> None:
-    """Counted in the loop over the rows of a whole tile; rounded up by at most 2.5 by the rule, and
-    1 more for NVRTC: the one of torch 2.15 makes 40.5 of gelu's 41.6 by 13.0's."""
+    """The rule's count is that of the loop over the rows of a whole tile, and at most 2.5 more. One
+    more is allowed for other NVRTCs: that of torch 2.15 compiles gelu to 40.5 instructions an
+    element, NVRTC 13.0 to 41.6."""
     made = EXPRESSIONS[name]
     launch = fused_launch(made, EDEN, BOTH)
     code = machine_code.disassembled(launch, "sm_90a")

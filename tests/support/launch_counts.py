@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many kernels a linear launches and how many bytes they read and write, counted in code that
-is generated for GPUs that are not there (emulation/inductor.py). Each Site says which it enqueues,
-Inductor how large the buffers of each node are."""
+"""Count the kernels that a linear launches and the bytes that they read and write, in code that is
+generated for GPUs that are not there (emulation/inductor.py). Kernels are those of each call site
+and the calls in Inductor's code; bytes are Inductor's own count of each node's buffers."""
 
 from __future__ import annotations
 

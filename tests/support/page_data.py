@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The data in a page of q2compile."""
 
+import base64
 import json
 import re
+import zlib
 
 
 def data_of(page):
@@ -10,3 +12,8 @@ def data_of(page):
     return json.loads(
         re.search(r'<script type="application/json" id="data">(.*?)</script>', page)[1]
     )
+
+
+def unpacked(text):
+    """The text that `assemble.packed` packed."""
+    return zlib.decompress(base64.b64decode(text)).decode()

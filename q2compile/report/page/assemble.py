@@ -64,8 +64,3 @@ def packed(text: str) -> str:
     """A long text as base64 of zlib's format, which browsers unpack (DecompressionStream)."""
     raw = zlib.compress(text.encode("utf-8", "backslashreplace"), 9)
     return base64.b64encode(raw).decode()
-
-
-def unpacked(text: str) -> str:
-    """The text that `packed` packed."""
-    return zlib.decompress(base64.b64decode(text)).decode()

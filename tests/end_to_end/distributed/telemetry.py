@@ -15,7 +15,8 @@ from tensor_parallel import EAGER, compiled, tensor_parallel
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from training import Result, new_model, run_scenarios
 
-from q2compile.telemetry import clock, flush
+from q2compile.telemetry import flush
+from tests.support.new_process import restart_clock
 
 FOLDER = Path(sys.argv[1])
 
@@ -34,7 +35,7 @@ def tensor(options: dict[str, Any]) -> Result:
 
 
 def recording(name: str, scenario: Callable[[dict[str, Any]], Result]) -> Result:
-    clock.restart()
+    restart_clock()
     to = str(FOLDER / name)
     try:
         return scenario({"telemetry": {"every": 2, "to": to}})

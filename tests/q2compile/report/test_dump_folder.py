@@ -14,6 +14,7 @@ from torch import nn
 from q2compile import explain
 from q2compile.report.dump_folder import DumpFolder
 from q2compile.report.row import Row
+from tests.support.new_process import forget_dump_folders
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -46,7 +47,7 @@ def test_a_users_graph_is_not_replaced(tmp_path):
     dumped(tmp_path)
     with pytest.raises(ValueError, match="graph_1 holds files that q2compile did not write"):
         dumped(tmp_path)
-    DumpFolder.close_all()
+    forget_dump_folders()
     dumped(tmp_path)
     assert (tmp_path / "graph_0" / "0_dynamo.txt").exists()
     assert [p.read_text() for p in tmp_path.glob("graph_*/mine.txt")] == ["mine", "mine"]

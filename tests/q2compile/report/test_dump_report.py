@@ -12,12 +12,11 @@ from expecttest import TestCase
 from torch import nn
 
 import q2compile
-from q2compile.report.dump_folder import DumpFolder
-from q2compile.report.page.assemble import unpacked
 from q2compile.report.report import Report, table
 from q2compile.report.row import Row
 from q2compile.tools import cli
-from tests.support.page_data import data_of
+from tests.support.new_process import forget_dump_folders
+from tests.support.page_data import data_of, unpacked
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -222,7 +221,7 @@ def test_a_new_run_replaces_old_dumps_and_nothing_else(tmp_path):
     explained(dump=str(folder))
     (folder / "graph_7").mkdir()
     (folder / "mine.txt").write_text("kept")
-    DumpFolder.close_all()
+    forget_dump_folders()
     torch._dynamo.reset()
     explained(dump=str(folder))
     assert not (folder / "graph_7").exists() and (folder / "mine.txt").exists()

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from q2compile.telemetry import clock
 from q2compile.telemetry.folder import flush
+from tests.support.new_process import restart_clock
 
 WIDTH, INNER, ROWS = 64, 128, 48
 
@@ -123,4 +123,4 @@ def forget_all() -> None:
 
     folder.Folder._open.clear()
     folder._asked_for.clear()
-    clock.restart()
+    restart_clock()

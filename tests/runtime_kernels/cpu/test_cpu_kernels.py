@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import platform
+import tempfile
 import threading
 import warnings
 from collections.abc import Iterator
@@ -418,6 +420,22 @@ def test_without_a_compiler_the_references_run(fresh, monkeypatch, tmp_path, cap
     with pytest.raises(ValueError, match="no library of CPU kernels.*Install g"):
         select("quantize", call.positional, CPP)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_where_nothing_may_be_written_the_references_run(fresh, monkeypatch, tmp_path) -> None:
+    """Neither the cache nor the folder for temporary files, as in a read-only container."""
+
+    def read_only(**_):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setenv("Q2COMPILE_CACHE_DIR", str(tmp_path))
+    build.library_path().write_bytes(b"no library")
+    monkeypatch.setattr(tempfile, "mkstemp", read_only)
+    monkeypatch.setattr(build, "cpp_compiler", lambda: "g++")
+    call = calls.plain(matrix((4, 32), torch.bfloat16), None, None, "nvfp4_46_pow2")
+    assert serving("quantize", call.positional).name == REFERENCE
+    with pytest.raises(build.BuildError, match="no folder takes a library.*Read-only file system"):
+        build.library()
 
 
 def test_a_library_is_compiled_once_and_a_broken_one_again(fresh, monkeypatch, tmp_path) -> None:

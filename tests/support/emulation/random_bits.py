@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers for stochastic rounding that are next to where their random bits take them up."""
+"""Inputs for stochastic rounding at, or just below, the threshold for rounding them up."""
 
 import torch
 
@@ -11,10 +11,10 @@ def close_to_their_random_bits(
 ) -> torch.Tensor:
     """fp32 [rows, cols] for q2::quantize with scheme nvfp4_sr_pow2, this seed and rng_offset.
 
-    One 5.5 in each block makes its scale 1. The other elements are below 1/2, so that the grid
-    around them is {0, 1/2}, and 2^-22 of a step is 2^-23. In these units they are below the
-    threshold for rounding up by 1, 3/4, 1/2 or 0, before they are rounded to the nearest one, ties
-    to even. Signs vary.
+    The first element of each block is 5.5, so that the scale of the block is 1. The others are
+    between 0 and 1/2, neighbors on the grid. Each has a threshold, which follows from its random
+    bits: from there on it is rounded up. In units of 2^-23, the precision of the threshold, the
+    elements are below it by 1, 3/4, 1/2 and 0 in turn. The signs change every four elements.
     """
     random = philox.element_bits(
         seed, rows * cols, rng_offset=rng_offset, purpose=philox.RANDOM_BITS

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 import q2compile
 from q2compile.errors import ConfigError
-from q2compile.telemetry import clock
 from tests.support import model_zoo as zoo
 from tests.support.exported import (
     NO_ROTATION,
@@ -28,6 +27,7 @@ from tests.support.exported import (
     tokens,
     with_weights,
 )
+from tests.support.new_process import restart_clock
 from tests.support.small_model import LINEARS, batch, loss_of, new_model
 
 EAGER = {"inner": "eager"}
@@ -267,7 +267,7 @@ def test_static_scales_by_calibration(tmp_path: Path) -> None:
 
 
 def test_static_scales_by_telemetry(tmp_path: Path) -> None:
-    clock.restart()
+    restart_clock()
     model, folder = new_model(), tmp_path / "telemetry"
     telemetry = {"every": 1, "to": str(folder)}
     model.compile(backend="quartet2", options={**EAGER, "telemetry": telemetry})
