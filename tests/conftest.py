@@ -19,6 +19,7 @@ from functools import partial
 # processes would import torch once more beside each process that compiles something.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+os.environ.setdefault("CXX", os.path.join(os.path.dirname(__file__), "support/compiler/g++"))
 if "PYTEST_XDIST_WORKER" not in os.environ:
     # All processes of a run share the folder of compiled code, which is empty at the start.
     os.environ["TESTS_COMPILED"] = tempfile.mkdtemp(prefix="q2compile-tests-")

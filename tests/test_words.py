@@ -127,8 +127,10 @@ def prose(file: str) -> Iterator[Word]:
 def found(words: Iterable[Word], terms: tuple[Term, ...], whole: bool) -> list[str]:
     """Where a word is one of the terms, or with `whole` unset contains one, and what to write."""
     patterns = [(re.compile(term.pattern), term) for term in terms]
+    joined = re.compile("|".join(f"(?:{term.pattern})" for term in terms))
+    is_any = cache(joined.fullmatch if whole else joined.search)  # of a million words
     hits = []
-    for word in words:
+    for word in filter(lambda word: is_any(word.text), words):
         for pattern, term in patterns:
             match = pattern.fullmatch(word.text) if whole else pattern.search(word.text)
             places = (

@@ -7,7 +7,6 @@ import csv
 import importlib.util
 import json
 import re
-import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
@@ -17,6 +16,8 @@ from types import ModuleType
 import pytest
 import torch
 from matplotlib import image
+
+from tests.support import forked
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "examples" / "train_llama.py"
@@ -56,12 +57,10 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that a run with both recipes wrote; its output is in stdout.txt."""
     out = tmp_path_factory.mktemp("trained")
-    command = [sys.executable, str(TRAIN), "--recipes", "bf16,quartet2", "--size", "tiny"]
+    command = ["--recipes", "bf16,quartet2", "--size", "tiny"]
     command += ["--steps", str(STEPS), "--batch", "4", "--seq", "64", "--vocab", "256"]
     command += ["--eval-every", "15", "--eval-batches", "2", "--device", "cpu"]
-    done = subprocess.run(
-        [*command, "--data", str(corpus), "--out", str(out)], capture_output=True, text=True
-    )
+    done = forked.run_file(TRAIN, *command, "--data", str(corpus), "--out", str(out))
     assert done.returncode == 0, done.stderr[-4000:]
     (out / "stdout.txt").write_text(done.stdout)
     return out

@@ -24,7 +24,7 @@ from q2compile.runtime_kernels import registry
 from q2compile.runtime_kernels.cache_folder import cache_dir
 from q2compile.runtime_kernels.cuda import checked_cases, selfcheck
 from q2compile.runtime_kernels.cuda.jit import limits, nvrtc
-from tests.support import quantizer_calls
+from tests.support import forked, quantizer_calls
 from tests.support.warned import texts
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -44,17 +44,6 @@ class Net(nn.Module):
 
 def compiled(model=None, **options):
     return torch.compile(model or Net(), backend="quartet2", options={**EAGER, **options})
-
-
-def python(code, **environment):
-    """Start ``code`` in a fresh process."""
-    return subprocess.Popen(
-        [sys.executable, "-c", code],
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
 # ---- compilers and GPUs -------------------------------------------------------------------------
@@ -89,10 +78,11 @@ print(model[0].weight.grad.double().sum().item())
 
 
 def test_without_triton_and_nvrtc_a_cpu_trains_the_same():
-    blocked = (), ("triton", "cuda", "cuda.bindings", "cuda.bindings.nvrtc")
-    processes = [python(STEP.format(blocked=names)) for names in blocked]
-    (with_all, _), (without, error) = (p.communicate() for p in processes)
-    assert without == with_all != "", error
+    blocked = "triton", "cuda", "cuda.bindings", "cuda.bindings.nvrtc"
+    with_all = forked.start(STEP.format(blocked=()))
+    command = [sys.executable, "-c", STEP.format(blocked=blocked)]
+    without = subprocess.run(command, capture_output=True, text=True)
+    assert without.stdout == with_all.wait().stdout != "", without.stderr
 
 
 def rht_arguments():
@@ -238,11 +228,11 @@ print(hashlib.sha256(nvrtc.cubin(variant, "sm_90a")).hexdigest())
 def test_two_processes_build_one_cubin_at_once(tmp_path):
     cache = tmp_path / "cache"
     processes = [
-        python(BUILD.format(folder=str(tmp_path), me=me), Q2COMPILE_CACHE_DIR=str(cache))
+        forked.start(BUILD.format(folder=str(tmp_path), me=me), Q2COMPILE_CACHE_DIR=str(cache))
         for me in "ab"
     ]
-    outputs = [p.communicate(timeout=300) for p in processes]
-    digests = {out for out, _ in outputs}
+    outputs = [process.wait() for process in processes]
+    digests = {done.stdout for done in outputs}
     assert len(digests) == 1 and digests != {""}, outputs
     (path,) = cache.iterdir()
     assert nvrtc._read(path) is not None

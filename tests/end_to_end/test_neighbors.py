@@ -4,18 +4,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support import neighbors_models
+from tests.support import forked, neighbors_models
 from tests.support.neighbors_state import names
 
-ROOT = Path(__file__).resolve().parents[2]
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
 CASES = names()
 
 # Registrations under q2compile's own names. Any other change is a fault.
@@ -30,8 +28,7 @@ OWN = (
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
     """The changes by each case, seen by a fresh process."""
     file = tmp_path_factory.mktemp("state") / "changes.json"
-    command = [sys.executable, "-m", "tests.support.neighbors_state", str(file)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = forked.run_file(SUPPORT / "neighbors_state.py", str(file))
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Any] = json.loads(file.read_text())
     return found
@@ -61,8 +58,7 @@ def compiled_models(folder: Path, which: str) -> dict[str, Any]:
     """The output of `neighbors_models`. Both processes share the folder of compiled objects, so the
     C++ compiler compiles equal sources once."""
     file = folder / f"{which}.pt"
-    command = [sys.executable, "-m", "tests.support.neighbors_models", str(file), which]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = forked.run_file(SUPPORT / "neighbors_models.py", str(file), which)
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Any] = torch.load(file)
     return found
@@ -79,7 +75,7 @@ def test_there_are_enough_models() -> None:
     assert len(neighbors_models.CASES) >= 40
 
 
-@pytest.mark.parametrize("case", neighbors_models.CASES)
+@pytest.mark.parametrize("case", neighbors_models.graphs())
 def test_the_same_code_and_bits(case: str, models: dict[str, dict[str, Any]]) -> None:
     code, results = models["without"]["cases"][case]
     other_code, other_results = models["with"]["cases"][case]

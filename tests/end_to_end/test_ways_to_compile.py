@@ -2,9 +2,6 @@
 """How a model is compiled for training: whole, in one graph or several, per block, with dynamic
 shapes, under torch.func and torch.export. Loops around it are in test_training_loops."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import nn
@@ -12,6 +9,7 @@ from torch._dynamo.utils import counters
 
 from q2compile import explain
 from q2compile.recipes.published import RECIPES
+from tests.support import forked
 from tests.support.small_model import (
     EAGER,
     LINEARS,
@@ -293,4 +291,5 @@ threads = [threading.Thread(target=work) for _ in range(4)]
 [t.join() for t in threads]
 assert not errors, errors
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+    done = forked.run(code)
+    assert done.returncode == 0, done.stderr

@@ -2,23 +2,27 @@
 """Runs Python code in processes of its own. They are forks of one process that has imported torch
 and its compiler, which takes five seconds of CPU time, and nothing of q2compile.
 
-    python -m tests.support.forked FOLDER
-
-runs the scripts of FOLDER/scripts.json, one after the other.
+The process that forks is started by the first test that needs it, and ends with the tests' process.
+A variable of the environment that torch reads while it is imported has no effect on a fork.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
 import gc
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+_LIMIT = 600  # seconds until a fork is ended
 
 
 @dataclass(frozen=True)
@@ -30,34 +34,92 @@ class Ended:
     stderr: str
 
 
-def run(folder: Path, scripts: Sequence[tuple[str, ...]]) -> list[Ended]:
-    """How each script ends: its code and its arguments. ``folder`` takes the outputs."""
-    (folder / "scripts.json").write_text(json.dumps(scripts))
-    command = [sys.executable, "-m", "tests.support.forked", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    codes = json.loads((folder / "codes.json").read_text())
-    texts = [[(folder / f"{i}.{o}").read_text() for o in "12"] for i in range(len(codes))]
-    return [Ended(code, *text) for code, text in zip(codes, texts, strict=True)]
+@dataclass(frozen=True)
+class Running:
+    """A process that has been started."""
+
+    pid: int
+    folder: tempfile.TemporaryDirectory[str]
+
+    def wait(self) -> Ended:
+        code = _ask(wait=self.pid)
+        with self.folder as folder:
+            return Ended(code, *((Path(folder) / name).read_text() for name in ("1", "2")))
+
+
+def start(code: str, *arguments: str, cwd: Path = ROOT, **environment: str) -> Running:
+    """``code`` as the program of a new process, with this one's environment and ``environment``."""
+    folder = tempfile.TemporaryDirectory()
+    environ = {**os.environ, **environment}
+    argv = ["-c", *arguments]
+    pid = _ask(code=code, argv=argv, cwd=str(cwd), environ=environ, folder=folder.name)
+    return Running(pid, folder)
+
+
+def run(code: str, *arguments: str, cwd: Path = ROOT, **environment: str) -> Ended:
+    """The same, at its end."""
+    return start(code, *arguments, cwd=cwd, **environment).wait()
+
+
+def run_file(file: Path, *arguments: str, cwd: Path = ROOT) -> Ended:
+    """A program in a file."""
+    code = (
+        f"import runpy, sys; sys.path.insert(0, {str(file.parent)!r}); "
+        f"sys.argv[0] = {str(file)!r}; runpy.run_path({str(file)!r}, run_name='__main__')"
+    )
+    return run(code, *arguments, cwd=cwd)
+
+
+def _ask(**request: Any) -> int:
+    server = _server(os.getpid())
+    assert server.stdin is not None and server.stdout is not None
+    server.stdin.write(json.dumps(request) + "\n")
+    server.stdin.flush()
+    return int(server.stdout.readline())
+
+
+@functools.cache
+def _server(process: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.support.forked"]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    pipe = subprocess.PIPE
+    server = subprocess.Popen(command, cwd=ROOT, env=environ, stdin=pipe, stdout=pipe, text=True)
+    atexit.register(server.communicate)  # which ends its input
+    return server
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
-    import torch._inductor.compile_fx  # noqa: F401
+    """Start a fork for each line of stdin, or wait for one: the answer is its id, or its code."""
+    import torch._inductor.compile_fx
+    import torch.distributed.checkpoint
+    import torch.distributed.fsdp
+    import torch.distributed.tensor.parallel  # noqa: F401
 
     assert not any(name.startswith("q2compile") for name in sys.modules)
-    gc.freeze()
-    codes = []
-    for i, (code, *arguments) in enumerate(json.loads((folder / "scripts.json").read_text())):
-        if (child := os.fork()) == 0:
-            for output in (1, 2):
-                flags = os.O_WRONLY | os.O_CREAT
-                os.dup2(os.open(folder / f"{i}.{output}", flags, 0o600), output)
-            sys.argv = ["-c", *arguments]
-            exec(compile(code, "<script>", "exec"), {"__name__": "__main__"})
-            sys.exit()  # which runs what atexit has
-        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-    (folder / "codes.json").write_text(json.dumps(codes))
+    gc.freeze()  # collections of a fork need not visit what is imported
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the tests' process ends this one
+    while line := sys.stdin.readline():
+        request = json.loads(line)
+        if "wait" in request:
+            answer = os.waitstatus_to_exitcode(os.waitpid(request["wait"], 0)[1])
+        elif (answer := os.fork()) == 0:
+            _become(request)
+            return
+        print(answer, flush=True)
+
+
+def _become(request: dict[str, Any]) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.alarm(_LIMIT)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for output in (1, 2):
+        file = os.path.join(request["folder"], str(output))
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT, 0o600), output)
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["environ"])
+    sys.argv = request["argv"]
+    exec(compile(request["code"], "<script>", "exec"), {"__name__": "__main__"})
 
 
 if __name__ == "__main__":

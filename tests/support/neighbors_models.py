@@ -194,6 +194,61 @@ CASES = {
     "bmm": Case(of(lambda x, y: x @ y, (2, 8, 16), (2, 16, 8))),
 }
 
+# Each group is one graph: to compile one takes seconds, whatever is in it.
+TOGETHER = {
+    "indexing": (
+        *("index by permutation", "scatter", "index_add", "index_put", "routed", "gather", "sort"),
+        *("cat", "cat unused", "cat of rows", "many nodes", "rope"),
+    ),
+    "reductions": (
+        *("sum of 2", "sum of 8", "sum of 9", "sum of 16", "mean of 8", "cumsum", "softmax"),
+        *("logsumexp", "cross entropy"),
+    ),
+    "layers": (
+        *("linear", "batchnorm", "layernorm", "conv", "embedding", "embedding bag", "dropout"),
+        *("custom function", "checkpoint", "attention", "einsum", "bmm"),
+    ),
+    "without gradients": ("fp8", "inference", "cond"),
+}
+
+
+class _Together(nn.Module):
+    """The cases of a group, one after the other, each with inputs of its own."""
+
+    def __init__(self, functions: Sequence[Callable[..., Any]], counts: Sequence[int]) -> None:
+        super().__init__()
+        self.functions, self.counts = functions, counts
+        self.held = nn.ModuleList(f for f in functions if isinstance(f, nn.Module))
+
+    def forward(self, *inputs: Tensor) -> list[Tensor]:
+        results, at = [], 0
+        for function, count in zip(self.functions, self.counts, strict=True):
+            results.append(function(*inputs[at : at + count]))
+            at += count
+        return results
+
+
+def together(names: Sequence[str]) -> Case:
+    """The case of a group."""
+    cases = [CASES[name] for name in names]
+    (trains,) = {case.trains for case in cases}
+    assert not any(case.compile or case.inductor for case in cases)
+
+    def make() -> Any:
+        made = [case.make() for case in cases]
+        functions, inputs = zip(*made, strict=True)
+        return _Together(functions, [len(i) for i in inputs]), sum(map(list, inputs), [])
+
+    return Case(make, trains)
+
+
+def graphs() -> dict[str, Case]:
+    """All cases, in groups or by themselves."""
+    grouped = {name for names in TOGETHER.values() for name in names}
+    alone = {name: case for name, case in CASES.items() if name not in grouped}
+    return {**{name: together(names) for name, names in TOGETHER.items()}, **alone}
+
+
 TRAINED: tuple[dict[str, Any], ...] = (
     {"recipe": "bf16"},
     {"recipe": "quartet2", "fuse_rotations": True},
@@ -232,11 +287,15 @@ def run(case: Case) -> tuple[list[str], Result]:
 def _call(compiled: Any, function: Any, inputs: Sequence[Tensor], trains: bool) -> Result:
     if not trains:
         with torch.no_grad():
-            return [compiled(*inputs)]
-    y = compiled(*inputs)
-    y.float().square().sum().backward()
+            return _listed(compiled(*inputs))
+    results = _listed(compiled(*inputs))
+    sum(y.float().square().sum() for y in results).backward()
     leaves = [*inputs, *(function.parameters() if isinstance(function, nn.Module) else ())]
-    return [y.detach(), *(x.grad for x in leaves if x.grad is not None)]
+    return [*(y.detach() for y in results), *(x.grad for x in leaves if x.grad is not None)]
+
+
+def _listed(results: Tensor | list[Tensor]) -> Result:
+    return [results] if isinstance(results, Tensor) else list(results)
 
 
 def _normal(code: str) -> str:
@@ -251,7 +310,7 @@ def main() -> None:
     if which == "with":
         train_with_q2compile()
     found = {
-        "cases": {name: run(case) for name, case in CASES.items()},
+        "cases": {name: run(case) for name, case in graphs().items()},
         "optimizer": compiled_optimizer(),
     }
     if which == "with":

@@ -8,6 +8,7 @@ takes to import everything, and by q2compile.
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import tempfile
@@ -77,6 +78,7 @@ def tools(q2compile: Any) -> None:
 
 
 def main() -> None:
+    gc.unfreeze()  # forked.py froze what it had imported, whose number is compared
     # A graph out of a cache would leave out what compiling it does to the process.
     torch._inductor.config.fx_graph_cache = False
     torch._functorch.config.enable_autograd_cache = False

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a worker of this folder on several ranks, with torchrun's environment.
 
-    python tests/end_to_end/distributed/ranks.py RANKS WORKER ARGUMENTS...
-
 torchrun would have each rank import torch and its compiler, six seconds of CPU time. These
-ranks are forks of a process that has imported both.
+ranks are forks of a process that has imported both (tests/support/forked.py).
 """
 
 from __future__ import annotations
@@ -15,22 +13,22 @@ import os
 import runpy
 import signal
 import socket
-import subprocess
 import sys
 import time
 import traceback
 from pathlib import Path
 
+from tests.support import forked
+
 FOLDER = Path(__file__).parent
 _GRACE = 60.0  # seconds
+_PROGRAM = "import sys; from tests.end_to_end.distributed import ranks; sys.exit(ranks.main())"
 
 
 def run(worker: str, ranks: int, *arguments: str, fails: bool = False) -> str:
     """Run ``worker`` to its end, and return what the ranks print. fails: whether a rank is expected
     to end with an error."""
-    command = [sys.executable, __file__, str(ranks), str(FOLDER / worker), *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    done = forked.run(_PROGRAM, str(ranks), str(FOLDER / worker), *arguments)
     assert (done.returncode != 0) == fails, done.stderr[-4000:]
     return done.stdout
 
@@ -53,14 +51,12 @@ def _run_rank(rank: int, worker: str) -> int:
 
 
 def main() -> int:
+    """Start the ranks, and wait for their end."""
+    import q2compile.backend  # noqa: F401
+
     ranks, worker = int(sys.argv[1]), sys.argv[2]
     sys.argv = sys.argv[2:]
-    import torch._inductor.compile_fx
-    import torch.distributed.checkpoint
-    import torch.distributed.fsdp
-    import torch.distributed.tensor.parallel  # noqa: F401
-
-    import q2compile.backend  # noqa: F401
+    sys.path.insert(0, str(FOLDER))
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
     os.environ.update(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
@@ -95,7 +91,3 @@ def _wait(children: list[int]) -> int:
         else:
             time.sleep(0.05)
     return int(failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

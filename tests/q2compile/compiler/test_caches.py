@@ -6,20 +6,13 @@ torch's compiler reset between them.
 """
 
 import json
-import os
-import subprocess
-import sys
+
+from tests.support import forked
 
 
 def python(code, cache):
     """Run ``code`` in a fresh process with its own compiler cache; its output."""
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)},
-        cwd=cache,
-        capture_output=True,
-        text=True,
-    )
+    done = forked.run(code, cwd=cache, TORCHINDUCTOR_CACHE_DIR=str(cache))
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

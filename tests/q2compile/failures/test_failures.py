@@ -4,8 +4,6 @@ reproduces it, and the choice to go on without. Faults of the machine are in tes
 
 import runpy
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,7 @@ from q2compile.errors import StageError
 from q2compile.failures.stage_error import FaultWarning
 from q2compile.passes.graph_queries import q2_nodes
 from q2compile.report.graph_text import readable
+from tests.support import forked
 from tests.support.pass_table import replace_pass
 from tests.support.warned import texts
 
@@ -114,8 +113,7 @@ def test_a_reproducer_without_the_fault_runs_in_a_process_of_its_own(tmp_path, m
     with pytest.raises(StageError) as caught:
         step(Net(), torch.randn(2, 40, 32), **options)
     assert Path(caught.value.reproducer).parent.name.startswith("q2compile_")
-    command = [sys.executable, caught.value.reproducer]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    done = forked.run_file(Path(caught.value.reproducer), cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "No error this time.\n"), done.stderr
 
 

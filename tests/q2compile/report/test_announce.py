@@ -182,9 +182,8 @@ SCRIPTS = {
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory) -> dict[str, forked.Ended]:
-    done = forked.run(tmp_path_factory.mktemp("scripts"), [(s,) for s in SCRIPTS.values()])
-    return dict(zip(SCRIPTS, done, strict=True))
+def ended() -> dict[str, forked.Ended]:
+    return {name: forked.run(script) for name, script in SCRIPTS.items()}
 
 
 def test_the_first_graph_is_a_line_on_stderr_and_the_others_are_silent(ended):

@@ -371,8 +371,7 @@ def ended(tmp_path_factory):
     """For each kind, the folder that was written to, and the process."""
     folder = tmp_path_factory.mktemp("programs")
     folders = {kind: folder / kind.replace(" ", "_") for kind in SAID}
-    done = forked.run(folder, [(PROGRAM, str(to), kind) for kind, to in folders.items()])
-    return dict(zip(SAID, zip(folders.values(), done, strict=True), strict=True))
+    return {kind: (to, forked.run(PROGRAM, str(to), kind)) for kind, to in folders.items()}
 
 
 @pytest.mark.parametrize("kind", SAID)

@@ -8,8 +8,6 @@ import dataclasses
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 import warnings
 
@@ -21,6 +19,7 @@ from q2compile.runtime_kernels.cuda import check_child, check_results, checks
 from q2compile.runtime_kernels.cuda.check_results import UNENDED
 from q2compile.runtime_kernels.kernel_states import DeviceLostError, state_of
 from q2compile.runtime_kernels.registry import Kernel, KernelWarning
+from tests.support import forked
 from tests.support.faulty_checks import request, runs
 from tests.support.small_model import Mlp, quantized
 from tests.support.warned import texts
@@ -160,8 +159,7 @@ def test_a_process_that_died_at_a_check_leaves_a_mark(monkeypatch, folder) -> No
         "checks._State.mode = checks.Mode(in_child=False)\n"
         f"checks.rejection(request('trap', Path({str(folder)!r})))\n"
     )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True)
+    done = forked.run(program)
     assert done.returncode == -signal.SIGILL, done.stderr
     for _ in range(2):
         new_process(monkeypatch)

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
+import time
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from q2compile.runtime_kernels.cuda.jit import launch
 from q2compile.runtime_kernels.kernel_states import DeviceLostError
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.registry import REFERENCE, Kernel, KernelWarning
+from tests.support import forked
 from tests.support.small_model import Mlp, results_of
 from tests.support.warned import texts
 
@@ -155,16 +155,16 @@ def test_a_large_launch_that_crashed_or_hung_does_not_run_again(
         "from q2compile.runtime_kernels.cuda.gemm import first_launch\n"
         "what = first_launch.begin('gemm', 'large', torch.device('cpu'), 1)\n"
         "with first_launch.marked(what):\n"
-        f"    os.kill(os.getpid(), signal.SIGILL) if {how == 'trap'} else print(1, flush=True)\n"
+        f"    os.kill(os.getpid(), signal.SIGILL) if {how == 'trap'} else None\n"
         "    time.sleep(600)\n"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", program], env={**os.environ}, stdout=subprocess.PIPE
-    )
+    process = forked.start(program)
     if how == "hang":  # until somebody ends it
-        assert process.stdout is not None and process.stdout.readline()
-        process.kill()
-    assert process.wait(120) == -(signal.SIGILL if how == "trap" else signal.SIGKILL)
+        while not marks(tmp_path):
+            time.sleep(0.02)
+        os.kill(process.pid, signal.SIGKILL)
+    ended = signal.SIGILL if how == "trap" else signal.SIGKILL
+    assert process.wait().returncode == -ended
     assert marks(tmp_path) == 1
 
     model, x = Mlp(), torch.randn(32, 64)

@@ -4,7 +4,6 @@ launches, and those that a CUDA graph may have replayed."""
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -14,6 +13,7 @@ import torch
 from q2compile.runtime_kernels.cuda import recent_launches
 from q2compile.runtime_kernels.cuda.dequantize import dequantize
 from q2compile.runtime_kernels.cuda.gemm import cublaslt, triton_fp4
+from tests.support import forked
 from tests.support.emulation.on_cpu import launches_on_cpu
 
 PROGRAM = """
@@ -35,10 +35,6 @@ ADVICE = (
 )
 
 
-def ended(program: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-
-
 @pytest.mark.parametrize(
     ("error", "of_device"),
     [
@@ -50,7 +46,7 @@ def ended(program: str) -> subprocess.CompletedProcess[str]:
 )
 def test_an_uncaught_device_error_names_them(error, of_device) -> None:
     """Once, after the traceback; other errors are as they were."""
-    done = ended(PROGRAM.replace("ERROR", error))
+    done = forked.run(PROGRAM.replace("ERROR", error))
     lines = done.stderr.splitlines()
     assert done.returncode == 1 and any("Error: " in line for line in lines[-2:])
     assert lines[-1] == LAUNCHES + ADVICE if of_device else "q2compile" not in done.stderr
@@ -67,7 +63,7 @@ thread.join()
 
 
 def test_so_does_one_in_another_thread() -> None:
-    done = ended(PROGRAM.replace("raise ERROR", IN_A_THREAD))
+    done = forked.run(PROGRAM.replace("raise ERROR", IN_A_THREAD))
     assert done.returncode == 0 and done.stderr.startswith("Exception in thread Thread-1")
     assert done.stderr.splitlines()[-1] == LAUNCHES + ADVICE
 
@@ -81,7 +77,7 @@ def test_launches_that_a_graph_may_have_replayed_are_named() -> None:
     )
     names = ", ".join(f"launch {i}" for i in range(9, -1, -1))
     replayed = f"A replay of a CUDA graph may have launched: {names}. "
-    assert ended(program).stderr.splitlines()[-1] == LAUNCHES + replayed + ADVICE
+    assert forked.run(program).stderr.splitlines()[-1] == LAUNCHES + replayed + ADVICE
 
 
 ON_A_GPU = """
@@ -114,7 +110,7 @@ NAMED = "q2compile: its last launches before this error, newest first: rotate_qu
 @pytest.mark.gpu
 @pytest.mark.parametrize("graph", ["", CAPTURED], ids=["launched", "replayed"])
 def test_a_real_error_of_the_backward_pass_is_raised_in_the_main_thread(graph) -> None:
-    done = ended(ON_A_GPU + graph + "Fails.apply(x).sum().backward()")
+    done = forked.run(ON_A_GPU + graph + "Fails.apply(x).sum().backward()")
     assert done.returncode == 1 and "device-side assert triggered" in done.stderr
     line = next(line for line in done.stderr.splitlines() if line.startswith("q2compile: "))
     assert line.startswith(NAMED) and line.endswith(ADVICE)
