@@ -20,10 +20,11 @@ Built = tuple[nn.Module, dict[str, Any]]
 WIDTH, HIDDEN, VOCAB = 64, 128, 96
 BATCH, TOKENS = 2, 64
 
+# One layer, where all are alike; llama has two of them.
 DECODER = {
     "hidden_size": WIDTH,
     "intermediate_size": HIDDEN,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": VOCAB,
@@ -50,7 +51,7 @@ def _language_model(config: transformers.PretrainedConfig) -> Built:
 
 
 def llama() -> Built:
-    return _language_model(transformers.LlamaConfig(**DECODER))
+    return _language_model(transformers.LlamaConfig(**{**DECODER, "num_hidden_layers": 2}))
 
 
 def llama_tied() -> Built:
@@ -83,9 +84,7 @@ def qwen3_moe_bf16() -> Built:
 
 def mixtral() -> Built:
     """Experts by a loop over those that got tokens, which breaks the graph."""
-    config = transformers.MixtralConfig(
-        **{**DECODER, "num_hidden_layers": 1}, num_local_experts=4, num_experts_per_tok=2
-    )
+    config = transformers.MixtralConfig(**DECODER, num_local_experts=4, num_experts_per_tok=2)
     model, inputs = _language_model(config)
     model.set_experts_implementation("eager")
     return model, inputs
@@ -95,7 +94,7 @@ def deepseek_v3() -> Built:
     """Multi-head latent attention; the first layer is dense, the second has experts, by bmm."""
     model, inputs = _language_model(
         transformers.DeepseekV3Config(
-            **{**DECODER, "num_key_value_heads": 4},
+            **{**DECODER, "num_hidden_layers": 2, "num_key_value_heads": 4},
             moe_intermediate_size=32,
             first_k_dense_replace=1,
             n_routed_experts=4,
@@ -117,7 +116,7 @@ def deepseek_v3() -> Built:
 def gpt_oss() -> Built:
     """Experts with biases, their weights stored [E, K, N]; by the custom op of qwen3_moe."""
     config = transformers.GptOssConfig(
-        **{**DECODER, "num_hidden_layers": 1, "intermediate_size": 64},
+        **{**DECODER, "intermediate_size": 64},
         head_dim=16,
         num_local_experts=4,
         num_experts_per_tok=2,
@@ -130,7 +129,7 @@ def gpt_oss() -> Built:
 def llama4() -> Built:
     """Every expert gets every token, most of them times zero: one bmm of [E, T, K]."""
     config = transformers.Llama4TextConfig(
-        **{**DECODER, "num_hidden_layers": 1},
+        **DECODER,
         head_dim=16,
         intermediate_size_mlp=HIDDEN,
         num_local_experts=4,
@@ -143,16 +142,15 @@ def llama4() -> Built:
 def gemma3() -> Built:
     """Text only; one layer of local and one of global attention."""
     layers = ["sliding_attention", "full_attention"]
-    return _language_model(
-        transformers.Gemma3TextConfig(**DECODER, head_dim=16, sliding_window=16, layer_types=layers)
-    )
+    config = {**DECODER, "num_hidden_layers": 2, "head_dim": 16, "layer_types": layers}
+    return _language_model(transformers.Gemma3TextConfig(**config, sliding_window=16))
 
 
 def gpt2() -> Built:
     return _language_model(
         transformers.GPT2Config(
             n_embd=WIDTH,
-            n_layer=2,
+            n_layer=1,
             n_head=4,
             n_positions=TOKENS,
             vocab_size=VOCAB,
@@ -168,7 +166,7 @@ def mamba2() -> Built:
     return _language_model(
         transformers.Mamba2Config(
             hidden_size=WIDTH,
-            num_hidden_layers=2,
+            num_hidden_layers=1,
             vocab_size=VOCAB,
             expand=2,
             num_heads=8,
@@ -199,7 +197,7 @@ def bert() -> Built:
     config = transformers.BertConfig(
         vocab_size=VOCAB,
         hidden_size=WIDTH,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=4,
         intermediate_size=HIDDEN,
         max_position_embeddings=TOKENS,
@@ -295,13 +293,13 @@ class NanoBlock(nn.Module):
 
 
 class NanoGPT(nn.Module):
-    """Two blocks between an embedding and a head that share one weight."""
+    """A block between an embedding and a head that share one weight."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, WIDTH)
         self.position = nn.Parameter(0.02 * torch.randn(TOKENS, WIDTH))
-        self.blocks = nn.Sequential(NanoBlock(), NanoBlock())
+        self.blocks = nn.Sequential(NanoBlock())
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
         self.head.weight = self.embed.weight
