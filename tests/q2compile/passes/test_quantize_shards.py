@@ -9,6 +9,7 @@ import operator
 import pytest
 import torch
 from torch import fx
+from torch._inductor.lowering import lowerings
 
 from q2compile.capture.node_meta import GATHERS
 from q2compile.passes.graph_queries import op_counts
@@ -128,6 +129,16 @@ def test_codes_and_scales_are_gathered_under_one_global_scale() -> None:
     check_spec(graph, "forward", "test")
     assert gathered(graph) == [{None: "gathers codes"}] * 2
     assert quantize_shards_pass(graph) == 0
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_inductor_lowers_all_that_the_pass_writes(dim: int) -> None:
+    """Decompositions are over when the pass runs. Inductor lowers no aten.all."""
+    for graph in (graph_of(), graph_of_stack(dim)):
+        quantize_shards_pass(graph)
+        written = {n.target for n in graph.nodes if n.op == "call_function"}
+        torchs = {op for op in written if getattr(op, "namespace", "") in ("aten", "prims")}
+        assert torchs and torchs <= lowerings.keys()
 
 
 def test_square_blocks_have_a_scale_for_16_rows() -> None:
