@@ -83,7 +83,7 @@ class HeldBlocks(Blocks):
         return [ops.where(first, a, b) for a, b in zip(lower, upper, strict=True)]
 
     def _rotated(self, chunk: Sequence[Value]) -> list[Value]:
-        """`transforms.hadamard` of chunk * signs, without the norm."""
+        """`quantize_tiles.rotate_tiles` of a chunk."""
         elements = list(chunk)
         if self._signs is not None:
             word = self._signs([])
@@ -92,6 +92,7 @@ class HeldBlocks(Blocks):
                 unset = ops.eq(bit, ops.constant(0, torch.int64))
                 # Not ops.neg: Triton's -x is 0 - x, which has no sign where x is 0.
                 elements[i] = ops.mul(x, ops.where(unset, number(1.0), number(-1.0)))
+        elements[0] = ops.add(elements[0], number(0.0))  # +0 for -0: rotated zeros are +0
         h = 1
         while h < len(elements):
             for i in range(len(elements)):

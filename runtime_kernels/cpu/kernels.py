@@ -36,7 +36,7 @@ class Operand(ctypes.Structure):
         e=("scales_across", c_int64),
         f=("source_is_mx source_height", c_int32),
         g=("columnwise rounding selection exact height chunk rotated signs", c_int32),
-        h=("positive_zeros above", c_int32),
+        h=("above", c_int32),
         i=("rng_offset", c_uint32),
         j=("vmax vmax_four inverse_vmax inverse_vmax_four cap amax_divisor", c_float),
         k=("shrink unit_of_mx factor", c_float),

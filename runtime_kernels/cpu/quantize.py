@@ -53,9 +53,7 @@ def _unsupported(call: QuantizerCall) -> str | None:
 
 
 @cache
-def _operand(
-    scheme: Scheme, transform: Transform, columnwise: bool, requantizes: bool
-) -> kernels.Operand:
+def _operand(scheme: Scheme, transform: Transform, columnwise: bool) -> kernels.Operand:
     """The fields that do not depend on tensors."""
     vmax, four = scheme.vmax, scheme.vmax / 1.5
     made = kernels.Operand(
@@ -69,7 +67,6 @@ def _operand(
         chunk=max(scheme.width, transform.size),
         rotated=transform.size,
         signs=transform.signs != "none",
-        positive_zeros=requantizes,
         vmax=vmax,
         vmax_four=four,
         inverse_vmax=1.0 / vmax,
@@ -92,7 +89,6 @@ class _Maker:
         self.call = call
         self.asked = call.scheme
         self.scheme = self.asked.with_form("") if self.asked.form else self.asked
-        self.requantizes = call.spec.name == REQUANTIZE
 
     def of_matrix(
         self, x: torch.Tensor, columnwise: bool, seed, transform: Transform, **more: Any
@@ -125,7 +121,7 @@ class _Maker:
         return self._run(operand, x, x.shape[0], columns, seed, transform, more)
 
     def _new(self, columnwise: bool, transform: Transform) -> kernels.Operand:
-        fixed = _operand(self.scheme, transform, columnwise, self.requantizes)
+        fixed = _operand(self.scheme, transform, columnwise)
         operand: kernels.Operand = kernels.Operand.from_buffer_copy(fixed)
         operand.rng_offset = self.call.args["rng_offset"]
         return operand

@@ -79,20 +79,20 @@ def rotate_tiles(
     transform: Transform,
     seed: torch.Tensor | None,
     signs: torch.Tensor | None = None,
-    positive_zeros: bool = False,
 ) -> torch.Tensor:
     """H (x * D) of every chunk of tiles [outer, size, lanes], size whole chunks, up to
     transform.norm. Overwrites them. signs: D, if the caller has it.
 
-    positive_zeros: a rotated zero is +0, as tensor cores give it, which add in another order. In
-    hadamard's order a sum is -0 only if the first element of its chunk is -0, since each butterfly
-    needs a first operand of -0. So the first element is made +0.
+    A rotated zero is +0, so that kernels may add in other orders where sums are exact, and
+    subtract either operand of a butterfly from the other: x - y and -(y - x) are different zeros.
+    In hadamard's order a sum is -0 only if the first element of its chunk is -0, since each
+    butterfly needs a first operand of -0. So the first element is made +0.
     """
     if signs is None:
         signs = signs_of(transform, seed, tiles.device)
     if signs is not None:
         tiles = _chunks(tiles, transform).mul_(signs[:, None]).view(tiles.shape)
-    if positive_zeros and transform.size > 1:
+    if transform.size > 1:
         _chunks(tiles, transform)[:, 0].add_(0.0)
     return hadamard(_chunks(tiles, transform)).view(tiles.shape)
 

@@ -92,8 +92,9 @@ def hadamard(tiles: torch.Tensor) -> torch.Tensor:
     overwritten.
 
     The order of operations is part of the contract, since kernels are held to the same bits: signs
-    have been multiplied in before; for h = 1, 2, 4, ..., size/2 each pair (a, b) at positions
-    (i, i + h) becomes (a + b, a - b) in fp32. The norm is the caller's to apply (Transform.norm).
+    have been multiplied in before (quantize_tiles.py, rotate_tiles); for h = 1, 2, 4, ..., size/2
+    each pair (a, b) at positions (i, i + h) becomes (a + b, a - b) in fp32. The norm is the
+    caller's to apply (Transform.norm).
     """
     n, size, lanes = tiles.shape
     if size == 1:

@@ -47,7 +47,7 @@ from q2compile.runtime_kernels.ops.argument_checks import (
     check_seed,
 )
 from q2compile.runtime_kernels.ops.recorded import empty_statistics, prepare_recorded, recorded
-from q2compile.runtime_kernels.ops.table import QUANTIZE, REQUANTIZE, QuantizerCall
+from q2compile.runtime_kernels.ops.table import QUANTIZE, QuantizerCall
 from q2compile.runtime_kernels.registry import REFERENCE, define, kernel
 
 DBIAS_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -195,15 +195,14 @@ def rotate_and_quantize(
     *,
     shares: torch.Tensor | None = None,
     amax: torch.Tensor | None = None,
-    positive_zeros: bool = False,
 ) -> Parts:
-    """One operand of x * factor, which may be applied late (quantize_tiles.py has shares and
-    positive_zeros, too), and the trust mask of a scheme that has one."""
+    """One operand of x * factor, which may be applied late (quantize_tiles.py has shares, too), and
+    the trust mask of a scheme that has one."""
     rows = x.shape[0]
     if rows % scheme.block[0]:
         x = torch.nn.functional.pad(x, (0, 0, 0, -rows % scheme.block[0]))
     tiling = Tiling.of(x, max(scheme.width, transform.size), transpose=columnwise)
-    tiles = rotate_tiles(tiling.cut(x), transform, seed, positive_zeros=positive_zeros)
+    tiles = rotate_tiles(tiling.cut(x), transform, seed)
     codes, scales, global_scale, mask = quantize_tiles(
         tiles,
         tiling,
@@ -228,6 +227,5 @@ def quantized_in_groups(
         *(laid, factor, *drawn, *how),
         columnwise=True,
         shares=shares,
-        positive_zeros=call.spec.name == REQUANTIZE,
     )
     return clear_tail(codes, padded_offs), scales, global_scale

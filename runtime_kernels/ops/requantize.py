@@ -120,5 +120,5 @@ def requantize(*args: Any) -> list[torch.Tensor]:
         return list(quantized_in_groups(call, x, global_scale))
     drawn = call.args["columnwise_seed"], call.args["rng_offset"]
     how = call.scheme, call.transform
-    parts = rotate_and_quantize(x, global_scale, *drawn, *how, True, positive_zeros=True)
+    parts = rotate_and_quantize(x, global_scale, *drawn, *how, True)
     return [part for part in parts[:3] if part is not None]

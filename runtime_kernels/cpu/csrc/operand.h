@@ -23,7 +23,7 @@ struct Operand {
     int64_t scales_across;
     int32_t source_is_mx, source_height;  // rows that share a scale
     // How.
-    int32_t columnwise, rounding, selection, exact, height, chunk, rotated, signs, positive_zeros;
+    int32_t columnwise, rounding, selection, exact, height, chunk, rotated, signs;
     int32_t above;  // added to the bits of a block's largest, of which MXFP4's scale is the exponent (mxfp4.py)
     uint32_t rng_offset;
     float vmax, vmax_four, inverse_vmax, inverse_vmax_four, cap, amax_divisor, shrink, unit_of_mx, factor;
@@ -203,7 +203,7 @@ inline void rotate(const Operand& o, const float signs[LARGEST_CHUNK], F* x) {
         F* own = x + first;
         if (o.signs)
             for (int k = 0; k < o.rotated; k++) own[k] = own[k] * fill(signs[k]);
-        if (o.positive_zeros) own[0] = own[0] + fill(0.0f);
+        own[0] = own[0] + fill(0.0f);  // +0 for -0 (numerics/quantize_tiles.py)
         hadamard(own, o.rotated);
     }
 }

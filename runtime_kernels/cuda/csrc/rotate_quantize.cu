@@ -35,8 +35,8 @@
 // Registers. A thread holds 64 elements, four whole blocks of 16: half a row or half a column of a tile
 // (lines.cuh), or, where tensor cores rotate, a quarter of each of two columns (tensor_cores.cuh). Blocks
 // are worked on in pairs. Bits 0 to 3 of an element's index in a chunk of 128 count within a block, so
-// butterflies of h = 1, 2, 4, 8 stay in registers, as do those of 16 and 64. h = 32 goes between two
-// lanes.
+// butterflies of h = 1, 2, 4, 8 stay in registers, as do those of 16 and 64; h = 32 goes between two
+// lanes. In chunks of 128 those of 32 stay, and for 64 lanes swap half of their elements (kSwaps).
 //
 // Order of operations: numerics/transforms.py:hadamard. Rounding: nearest even. The bits equal the
 // reference's for |u| < 2^120; above that the factor of x is an fp32 subnormal on Hopper.
@@ -118,6 +118,15 @@ Q2_INLINE void round_groups(Pair (&x)[2][16], const Common& common, const Output
   }
 }
 
+// Second members of first pairs and first members of second pairs, for what takes groups as neighbors.
+Q2_INLINE void exchange_members(Pair (&x)[2][16], Results& made) {
+#pragma unroll
+  for (int i = 0; i < 16; ++i) exchange(x[0][i].b, x[1][i].a);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) exchange(made.codes[0][1][i], made.codes[1][0][i]);
+  exchange(made.stored[0][1], made.stored[1][0]);
+}
+
 // First Philox block of the elements of a block of 16, which takes two (plan.py refuses operands too
 // large for 32 bits).
 Q2_INLINE u32 random_at(const Output& out, int row, int block) {
@@ -127,24 +136,22 @@ Q2_INLINE u32 random_at(const Output& out, int row, int block) {
 // Stores the codes, scales and masks of a line: row `row` of the result, from block `first` on.
 template <bool kColumns>
 Q2_INLINE void store_line(const Params& p, const Output& out, int row, int first, const Results& made) {
-  int lane_of_row = threadIdx.x % 2;
+  first += 2 * (threadIdx.x % 2);
   Target target = target_at(out, row, first);
   if constexpr (kInterleaved) {
     if (target.left <= 0) return;
 #pragma unroll
     for (int half = 0; half < 2 && kCodes; ++half)
-      *(uint4*)(target.codes + (2 * lane_of_row + 4 * half) * 8) = {
-          made.codes[0][half][0], made.codes[0][half][1], made.codes[1][half][0],
-          made.codes[1][half][1]};
-    ((uint4*)target.scales)[lane_of_row] = {made.stored[0][0], made.stored[0][1], made.stored[1][0],
-                                            made.stored[1][1]};
+      *(uint4*)(target.codes + 4 * half * 8) = {made.codes[0][half][0], made.codes[0][half][1],
+                                                made.codes[1][half][0], made.codes[1][half][1]};
+    *four_raw_scales(out, target) = {made.stored[0][0], made.stored[0][1], made.stored[1][0],
+                                     made.stored[1][1]};
   } else {
-    int ahead = 2 * lane_of_row;
     if (out.blocks % 4 == 0) {  // whole sectors
-      if constexpr (kRawScales) store_four_raw_scales(target, made);
+      if constexpr (kRawScales) store_four_raw_scales(out, target, made);
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        store_two(target, ahead + 4 * half, made.codes[0][half], made.codes[1][half],
+        store_two(target, 4 * half, made.codes[0][half], made.codes[1][half],
                   made.stored[0][half], made.stored[1][half]);
     } else {
       const auto& codes = made.codes;
@@ -155,12 +162,12 @@ Q2_INLINE void store_line(const Params& p, const Output& out, int row, int first
         u32 block[2] = {of(codes[0][0][0], codes[0][1][0], codes[1][0][0], codes[1][1][0]),
                         of(codes[0][0][1], codes[0][1][1], codes[1][0][1], codes[1][1][1])};
         u32 stored = of(made.stored[0][0], made.stored[0][1], made.stored[1][0], made.stored[1][1]);
-        store(target, ahead + 4 * half + group, block, stored);
+        store(target, 4 * half + group, block, stored);
       }
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      int block = ahead + 4 * half;
+      int block = 4 * half;
       if constexpr (kSwizzled)
         store_two_swizzled(out, row, first + block, made.stored[0][half], made.stored[1][half]);
       if (kMasked && !kColumns && block < target.left)
@@ -207,23 +214,24 @@ Q2_INLINE void store_dequantized_products(const Output& out, Tile tile, int firs
   staged.store_cols(tile.col + kStagedRows * warp, block);
 }
 
-// A line is a row or a column of a tile, in two lanes (lines.cuh).
+// A line is a row or a column of a tile, in two lanes (lines.cuh). at: where the tile lies in shared_tiles.
 template <bool kColumns>
 Q2_INLINE void quantize_lines(const Params& p, const Output& out, const Masks& masks, Tile tile,
-                              const Rows& rows, const u8* shared, Places places,
-                              const Common& common, Extent& extent) {
+                              const Rows& rows, u32 at, Places places, const Common& common,
+                              Extent& extent) {
   constexpr int kChunk = kColumns ? kSize : kRowSize;
   Pair x[2][16];
-  if constexpr (kColumns) load_column(p, masks, tile, shared, places, x);
-  else load_row(masks, shared, places, x);
+  if constexpr (kColumns) load_column(p, masks, tile, shared_tiles + at, places, x);
+  else load_row(masks, shared_tiles, at, places, x);
   rotate_line<kChunk>(x);
   int row = kColumns ? tile.col + column_at(column_of_lane()) : row_of_result(out, rows, threadIdx.x / 2);
-  int block = (kColumns ? tile.row : tile.col) / kBlock;
+  int block = (u32)(kColumns ? tile.row : tile.col) / kBlock;
   u32 random = random_at(out, row, block + 2 * (threadIdx.x % 2));
   Results made;
-  round_groups<kColumns>(x, common, out, random, random + 8, 2, made, extent,
+  round_groups<kColumns>(x, common, out, random, random + (kSwaps ? 2 : 8), kSwaps ? 8 : 2, made, extent,
                          kColumns ? share_of(rows) : 1.0f);
   if constexpr (kRule == AMAX) return;
+  if constexpr (kSwaps) exchange_members(x, made);
   if constexpr (kDequantized) store_dequantized<kColumns>(out, tile, rows, row, x, made, common);
   if constexpr (kCodes || kRawScales) store_line<kColumns>(p, out, row, block, made);
 }
@@ -321,7 +329,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
   for (int stage = 0; index < p.tiles; index += step, tile = next, ++iteration) {
     bool more = index + step < p.tiles;
     next = walk.after(tile);
-    u8* current = shared_tiles + stage * kStageBytes;
+    u32 at_stage = stage * kStageBytes;
+    u8* current = shared_tiles + at_stage;
     if (kStages == 2) stage ^= 1;
     look_up(p, walk.after(next), iteration + 2);
     if (kPacked) expand_codes(share, current, places);
@@ -348,14 +357,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
       const int matrix = kGateAndUp ? 0 : i;
       const Directions& of = p.of[matrix];
       const Tile at = kGateAndUp ? Tile{tile.row, tile.col + i * p.cols} : tile;
-      const u8* x = current + i * kTileBytes;
+      const u32 at_tile = at_stage + i * kTileBytes;
       if (kRows)
-        quantize_lines<false>(p, of.rowwise, masks[matrix], at, held, x, places, rows, extents.rowwise);
+        quantize_lines<false>(p, of.rowwise, masks[matrix], at, held, at_tile, places, rows, extents.rowwise);
       if (kGrouped && held.tail) store_zeros_columnwise(of.columnwise, at, cols);
       else if constexpr (kCols && kTensorCores)
-        quantize_by_products(p, of.columnwise, at, held, x, iteration, places, cols, extents.columnwise);
+        quantize_by_products(p, of.columnwise, at, held, current, iteration, places, cols, extents.columnwise);
       else if constexpr (kCols)
-        quantize_lines<true>(p, of.columnwise, masks[matrix], at, held, x, places, cols,
+        quantize_lines<true>(p, of.columnwise, masks[matrix], at, held, at_tile, places, cols,
                              extents.columnwise);
       if (kMatrices == 2) exchange(extents, others);
     }

@@ -57,7 +57,8 @@ from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, Scheme, get_sch
 from q2compile.runtime_kernels.numerics.transforms import Transform, get_transform
 from q2compile.runtime_kernels.ops.table import SPECS, SPLIT_SCALES, QuantizerCall
 
-_MOST_RANDOM = 1 << 35  # Philox blocks of eight elements are counted in 32 bits
+# Kernels count in 32 bits: blocks of 16 elements, and Philox blocks, of eight elements each.
+_MOST, _MOST_RANDOM = 1 << 36, 1 << 35
 # Tiles of a thread block up to which a batched launch pays off: choosing the operand by blockIdx.y
 # issues up to 4.5% more instructions, of some 7 us a tile; a launch takes 3 us of the device.
 _FEW_TILES = 16
@@ -175,10 +176,12 @@ def _operand(slots: OperandSlots, rows: int, width: int, spec: Scheme) -> _Opera
     outputs = [codes, scales, Output((), torch.float32)]
     if spec.masked:
         outputs.append(Output((rows, width // 8), torch.uint8))
-    if spec.rounding == "sr" and rows * width > _MOST_RANDOM:
+    most = _MOST_RANDOM if spec.rounding == "sr" else _MOST
+    if rows * width > most:
         raise ValueError(
-            f"{spec.name} of {rows} x {width} elements: the CUDA kernels draw random bits for at "
-            "most 2^35 elements of one operand; quantize it in parts."
+            f"q2::quantize or q2::requantize of an operand of {rows} x {width} elements by "
+            f"{spec.name}: the CUDA kernels take at most 2^{most.bit_length() - 1} elements. "
+            "Quantize it in parts of fewer rows."
         )
     raw_scales = rows * width // 16 if Rule.of(spec) in SCALED_AFTERWARDS else 0
     return _Operand(slots, rows, width // 16, tuple(outputs), raw_scales)

@@ -136,7 +136,7 @@ def test_operands_are_brought_into_form(launched) -> None:
     assert x is across and aligned.data_ptr() % 16 == 0 and copied.is_contiguous()
 
 
-def test_more_random_bits_than_are_counted(monkeypatch) -> None:
+def test_more_elements_than_are_counted(monkeypatch) -> None:
     monkeypatch.setattr(plan, "multiprocessors", lambda index: 1)
     monkeypatch.setattr(plan, "shared_memory", lambda index: 228 * 1024)
 
@@ -146,11 +146,15 @@ def test_more_random_bits_than_are_counted(monkeypatch) -> None:
         along = (OperandSlots(BufferSlot(1), 0, 2), None)
         quantizer_plan(0, BF16, spec, rotation, extents, along, 2, x=(BufferSlot(0), 0, 0))
 
-    for scheme in (SR, EDEN):
-        call(scheme, 1 << 18)
-    call(EDEN, (1 << 18) + 1)
-    with pytest.raises(ValueError, match="at most 2.35 elements"):
-        call(SR, (1 << 18) + 1)
+    for scheme, most in ((SR, 35), (EDEN, 36)):
+        rows = 1 << (most - 17)
+        call(scheme, rows)
+        message = (
+            rf"q2::quantize .* of {rows + 1} x {1 << 17} elements by {scheme}: "
+            rf".* at most 2\^{most} elements\. Quantize it in parts"
+        )
+        with pytest.raises(ValueError, match=message):
+            call(scheme, rows + 1)
 
 
 def test_fixed_signs_have_no_tensor(monkeypatch) -> None:

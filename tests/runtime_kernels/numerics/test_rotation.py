@@ -51,6 +51,17 @@ def test_butterfly_order_is_the_contract():
 
 
 @pytest.mark.parametrize("rotation", ROTATIONS, ids=lambda t: t.name)
+def test_rotated_zeros_are_positive(rotation):
+    """Chunks of -0, of zeros of either sign, and of elements that cancel. Most sums are 0."""
+    x = torch.zeros(64, 2 * rotation.size)
+    x[::2] = -0.0
+    x[1::4, ::3] = -0.0
+    x[::8, 2:] = 1.0
+    y = rotated(x, rotation)
+    assert (y == 0).float().mean() > 2 / 3 and not y[y == 0].signbit().any()
+
+
+@pytest.mark.parametrize("rotation", ROTATIONS, ids=lambda t: t.name)
 def test_back_again(rotation):
     x = torch.randn(3, rotation.size)
     tiling = Tiling.of(x, rotation.size, transpose=False)

@@ -10,8 +10,8 @@ struct Extent {
 struct Extents {
   Extent rowwise, columnwise;
 };
-Q2_INLINE void exchange(Extents& one, Extents& other) {
-  Extents was = one;
+template <typename T> Q2_INLINE void exchange(T& one, T& other) {
+  T was = one;
   one = other, other = was;
 }
 

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Lines of a tile, rows or columns, for rotate_quantize.cu: how lanes load and rotate them.
 //
-// Two neighboring lanes have a line of 128 elements, four of its eight blocks of 16 each: group g, half h
-// is block 2 * lane_of_row + g + 4 h. Pairs: halves, elements 64 apart.
+// Two neighboring lanes have a line of 128 elements, four of its eight blocks of 16 each, from block 2 *
+// lane_of_row on: itself, the next, and those 4 later. Groups are neighbors, and the members of pairs lie
+// 64 elements apart; with kSwaps groups lie 64 apart, and members are neighbors.
 #pragma once
 #include "tile_sums.cuh"
 
@@ -29,6 +30,22 @@ Q2_INLINE void butterfly_across(Pair (&x)[16], int mask) {
   }
 }
 
+// h = 32 and 64, where lanes have 64 elements in a row. Of the butterflies of 32 each lane saves those
+// results that it has both terms of at 64, and gives the other lane the rest: the one with the first half
+// (sign 1) saves differences and gets those of the second half, negated, so that each result is one
+// multiply-add. They are made as x - y, not as -(y - x): a 0 among them has the wrong sign, which would
+// show only beside a -0 of the first half, and that has none (rotate_line).
+Q2_INLINE void butterflies_swapping(Pair (&x)[2][16]) {
+  u32 odd = threadIdx.x << 31;
+  Pair sign = both(__uint_as_float(0xBF800000u ^ odd)), opposite = both(__uint_as_float(0x3F800000u ^ odd));
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    Pair own = fma(x[1][i], opposite, x[0][i]), got = from_lane(fma(x[0][i], sign, x[1][i]), 1);
+    x[0][i] = fma(got, opposite, own);
+    x[1][i] = fma(own, sign, got);
+  }
+}
+
 // One butterfly between the two groups of blocks that a thread holds.
 Q2_INLINE void butterfly_between(Pair (&x)[2][16]) {
 #pragma unroll
@@ -41,7 +58,18 @@ Q2_INLINE void butterfly_between(Pair (&x)[2][16]) {
 
 template <int kChunk> Q2_INLINE void rotate_line(Pair (&x)[2][16]) {
 #pragma unroll
-  for (int group = 0; group < 2; ++group) butterflies<kChunk>(x[group]);
+  for (int group = 0; group < 2; ++group) {
+    // Rotated zeros are +0: a sum is -0 only where its chunk's first element is (quantize_tiles.py).
+    if (kChunk == 16 || (kChunk > 16 && group == 0)) x[group][0] = add(x[group][0], both(0.0f));
+    butterflies<kChunk>(x[group]);
+  }
+  if (kSwaps) {
+#pragma unroll
+    for (int group = 0; group < 2; ++group)
+#pragma unroll
+      for (Pair& v : x[group]) v = sum_and_difference(v);
+    return butterflies_swapping(x);
+  }
   if (kChunk > 16) butterfly_between(x);
 #pragma unroll
   for (int group = 0; group < 2; ++group) {
@@ -53,10 +81,10 @@ template <int kChunk> Q2_INLINE void rotate_line(Pair (&x)[2][16]) {
   }
 }
 
-Q2_INLINE void load_row(const Masks& masks, const u8* shared, Places places, Pair (&x)[2][16]) {
+// at: where the tile lies in `shared`; as a part of what changes from piece to piece it needs no addition.
+Q2_INLINE void load_row(const Masks& masks, const u8* shared, u32 at, Places places, Pair (&x)[2][16]) {
   constexpr int kPieces = kBlock * kBytes / 16, kPerPiece = 16 / kBytes;
-  int lane_of_row = threadIdx.x % 2;
-  u32 source = places.rowwise();
+  u32 source = at + places.rowwise();
 #pragma unroll
   for (int group = 0; group < 2; ++group) {
 #pragma unroll
@@ -64,10 +92,11 @@ Q2_INLINE void load_row(const Masks& masks, const u8* shared, Places places, Pai
       u32 words[2][4], signs[2][4];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        int piece = (group + 4 * half) * kPieces + i;  // without lane_of_row
+        int block = kSwaps ? 2 * group + half : group + 4 * half;  // from the lane's part on
+        int piece = block * kPieces + i;
         uint4 v = *(const uint4*)(shared + (source ^ slot(piece)));
         uint4 m = {0, 0, 0, 0};
-        if (kRowSigned) m = ((const uint4*)masks.rowwise)[2 * lane_of_row * kPieces + piece];
+        if (kRowSigned) m = ((const uint4*)masks.rowwise)[part_of_lane() * kBytes / 16 + piece];
         words[half][0] = v.x, words[half][1] = v.y, words[half][2] = v.z, words[half][3] = v.w;
         signs[half][0] = m.x, signs[half][1] = m.y, signs[half][2] = m.z, signs[half][3] = m.w;
       }
@@ -92,7 +121,7 @@ Q2_INLINE void load_row(const Masks& masks, const u8* shared, Places places, Pai
 Q2_INLINE void load_eight(const Masks& masks, const u8* shared, u32 source, int row, float* y,
                           [[maybe_unused]] float& sum) {
   constexpr int kWords = kSignPairs ? 4 : 8;
-  int first = (32 * (threadIdx.x % 2) + row) * kWords / 8;
+  int first = (part_of_lane() + row) * kWords / 8;
   u32 signs[kWords];
 #pragma unroll
   for (int i = 0; i < kWords; i += 4) {
@@ -117,7 +146,7 @@ Q2_INLINE void load_eight(const Masks& masks, const u8* shared, u32 source, int 
       y[i] = __uint_as_float(word ^ signs[i % kWords]);
     }
   }
-  if constexpr (kSums && !kMixed) add_to_sum(sum, y, 32 * (threadIdx.x % 2) + row);
+  if constexpr (kSums && !kMixed) add_to_sum(sum, y, part_of_lane() + row);
 }
 
 Q2_INLINE void load_column(const Params& p, const Masks& masks, Tile tile, const u8* shared,
@@ -128,12 +157,10 @@ Q2_INLINE void load_column(const Params& p, const Masks& masks, Tile tile, const
     float y[32];  // half after half
 #pragma unroll
     for (int i = 0; i < 32; i += 8)
-      load_eight(masks, shared, places.columnwise(), 16 * group + i / 16 * 64 + i % 16, y + i,
-                 sums[group]);
+      load_eight(masks, shared, places.columnwise(),
+                 kSwaps ? 32 * group + i : 16 * group + i / 16 * 64 + i % 16, y + i, sums[group]);
 #pragma unroll
     for (int i = 0; i < 16; ++i) x[group][i] = {y[i], y[16 + i]};
-    // A sum of a chunk is -0 only where its first element is (numerics/quantize_tiles.py).
-    if constexpr (kScaled && kSize > 1) x[group][0] = add(x[group][0], both(0.0f));
   }
   if constexpr (kSums) store_sums(p, tile, sums[0] + sums[1]);
 }

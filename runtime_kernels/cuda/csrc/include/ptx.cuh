@@ -82,10 +82,13 @@ Q2_INLINE Pair fma_toward_zero(Pair x, Pair y, Pair w) {
 }
 #endif
 
+// 1 and -1, which ptxas does not know: it would put them into two registers for every few uses.
+__constant__ Pair one_and_minus_one = {1.0f, -1.0f};
+
 // The sum and the difference of the two: one instruction on sm_100.
 Q2_INLINE Pair sum_and_difference(Pair x) {
 #if __CUDA_ARCH__ >= 1000
-  return fma(both(x.b), {1.0f, -1.0f}, both(x.a));
+  return fma(both(x.b), kPairs ? one_and_minus_one : Pair{1.0f, -1.0f}, both(x.a));
 #else
   return {x.a + x.b, x.a - x.b};
 #endif

@@ -66,12 +66,17 @@ Q2_INLINE float divide_by(float x, float divisor, float reciprocal) {
   return __fmaf_rn(__fmaf_rn(-divisor, q, x), reciprocal, q);
 }
 
-Q2_INLINE BlockScale block_scale(float largest, const Common& common, const double to = kVmax) {
+// The scale of each member of a pair of blocks, given their largest magnitudes.
+struct BlockScales {
+  BlockScale of[2];
+};
+
+Q2_INLINE BlockScale block_scale(float largest, const Common& common, const double to) {
   if constexpr (kRule == MX) {
     constexpr u32 kAbove = Q2_RCEIL ? 0x3FFFFF : 0;  // carries where the significand is above 1.5
     u32 byte = (u32)min(max((int)((__float_as_uint(largest) + kAbove) >> 23) - 2, 0), 253);
     return {largest <= kHuge ? byte : 255, kShrink * __uint_as_float((254 - byte) << 23)};
-  } else if constexpr (kRule == EXACT) {
+  } else {
     const float vmax = (float)to;
     float q = divide_by(largest, vmax, (float)(1.0 / vmax));
     // An amax that is far too small must saturate the scale: the quotient may not become Inf, nor then
@@ -79,17 +84,28 @@ Q2_INLINE BlockScale block_scale(float largest, const Common& common, const doub
     q = min_or_nan(q, 512.0f * common.unit);
     u32 byte = to_e4m3(divide_by(q, common.unit, common.inverse_unit));
     return {byte, fminf(divide(common.inverse_unit, byte ? from_e4m3(byte) : 1.0f), kHuge)};
-  } else {
-    float p = keep_4_bits(largest * (float)(1.0 / to));
-    u32 stored = p >= 0x1p-126f ? __float_as_uint(p) : 0;
-    return {largest <= kHuge ? stored : 0x7FC00000u, reciprocal(fmaxf(p, 0x1p-126f))};
   }
+}
+Q2_INLINE BlockScales block_scales(Pair largest, const Common& common, const double to = kVmax) {
+  if constexpr (kRule != POW2)
+    return {block_scale(largest.a, common, to), block_scale(largest.b, common, to)};
+  Pair p = mul(largest, both((float)(1.0 / to)));
+  p = {keep_4_bits(p.a), keep_4_bits(p.b)};
+  Pair inverse = negative_reciprocals({fminf(-p.a, -0x1p-126f), fminf(-p.b, -0x1p-126f)});
+  // A scale search takes no steps from 0. 4/6 may compare scales below 2^-126: both give the same codes.
+  auto stored = [](float p) { return kSteps && p < 0x1p-126f ? 0 : __float_as_uint(p); };
+  return {stored(p.a), inverse.a, stored(p.b), inverse.b};
+}
+
+// POW2: what is stored of a block's scale, once it is chosen. 0 for blocks that count as zeros.
+Q2_INLINE u32 raw_scale(BlockScale scale, float largest) {
+  u32 stored = __uint_as_float(scale.stored) >= 0x1p-126f ? scale.stored : 0;
+  return largest <= kHuge ? stored : 0x7FC00000u;
 }
 
 // The factor of u. For a block of zeros the product may be too large.
-Q2_INLINE Pair times_factor(const BlockScale& first, const BlockScale& second,
-                            const Common& common) {
-  Pair inverse = mul({first.inverse, second.inverse}, both(common.factor));
+Q2_INLINE Pair times_factor(const BlockScales& scales, const Common& common) {
+  Pair inverse = mul({scales.of[0].inverse, scales.of[1].inverse}, both(common.factor));
   return kScaled ? Pair{fminf(inverse.a, kHuge), fminf(inverse.b, kHuge)} : inverse;
 }
 
@@ -158,51 +174,56 @@ Q2_INLINE BlockScale stepped(BlockScale scale, int step, const Common& common) {
   }
 }
 
-// The i-th scale that is compared with the first.
-Q2_INLINE BlockScale other_scale(int i, BlockScale first, float largest, const Common& common) {
-  if constexpr (kSteps) return stepped(first, (int)(kSteps >> 4 * i & 15) - 8, common);
-  else return block_scale(largest, common, kVmax / 1.5);
+// The i-th scales that are compared with the first.
+Q2_INLINE BlockScales other_scales(int i, const BlockScales& first, Pair largest, const Common& common) {
+  if constexpr (!kSteps) return block_scales(largest, common, kVmax / 1.5);
+  int step = (int)(kSteps >> 4 * i & 15) - 8;
+  return {stepped(first.of[0], step, common), stepped(first.of[1], step, common)};
 }
 
-// An error in units of `scale`, in those of `first`.
-Q2_INLINE float error_in(BlockScale first, BlockScale scale, float error) {
-  float ratio;
-  if constexpr (kRule == POW2) ratio = __uint_as_float(scale.stored) * first.inverse;
+Q2_INLINE float e4m3_or_one(u32 byte) {
+  return byte ? from_e4m3(byte) : 1.0f;
+}
+
+// Errors in units of `scales`, in those of `first`.
+Q2_INLINE Pair errors_in(const BlockScales& first, const BlockScales& scales, Pair errors) {
+  const BlockScale(&f)[2] = first.of, (&s)[2] = scales.of;
+  Pair ratio;
+  if constexpr (kRule == POW2)
+    ratio = mul({__uint_as_float(s[0].stored), __uint_as_float(s[1].stored)}, {f[0].inverse, f[1].inverse});
   else
-    ratio = __fdiv_rn(scale.stored ? from_e4m3(scale.stored) : 1.0f,
-                      first.stored ? from_e4m3(first.stored) : 1.0f);
-  return error * (kSelect == BY_SQUARES ? ratio * ratio : ratio);
+    ratio = {__fdiv_rn(e4m3_or_one(s[0].stored), e4m3_or_one(f[0].stored)),
+             __fdiv_rn(e4m3_or_one(s[1].stored), e4m3_or_one(f[1].stored))};
+  return mul(errors, kSelect == BY_SQUARES ? mul(ratio, ratio) : ratio);
 }
 
 // Two blocks by the one of their scales each that has the smallest error, the first of them in a tie;
 // `scales` come as the first. The rounded values of the best scale so far are saved, since rounding
 // twice takes more.
 Q2_INLINE void round_by_errors(Pair (&x)[16], Pair largest, const Common& common, Pair inverse,
-                               BlockScale (&scales)[2], u32 (&codes)[2][2]) {
-  const BlockScale first[2] = {scales[0], scales[1]};
-  BlockScale others[kOthers][2];
+                               BlockScales& scales, u32 (&codes)[2][2]) {
+  const BlockScales first = scales;
+  BlockScales others[kOthers];
 #pragma unroll
-  for (int i = 0; i < kOthers; ++i) {
-    others[i][0] = other_scale(i, first[0], largest.a, common);
-    others[i][1] = other_scale(i, first[1], largest.b, common);
-  }
+  for (int i = 0; i < kOthers; ++i) others[i] = other_scales(i, first, largest, common);
   Pair rounded[16];
   Pair least = errors_of(x, inverse, rounded, codes);
   if constexpr (kSteps)  // under POW2 a scale times its reciprocal is not always 1
-    least = {error_in(first[0], first[0], least.a), error_in(first[1], first[1], least.b)};
+    least = errors_in(first, first, least);
 #pragma unroll
   for (int i = 0; i < kOthers; ++i) {
-    const BlockScale(&other)[2] = others[i];
+    const BlockScales& other = others[i];
     Pair by_other[16];
     u32 codes_by_other[2][2];
     Pair errors =
-        errors_of(x, times_factor(other[0], other[1], common), by_other, codes_by_other);
-    errors = {error_in(first[0], other[0], errors.a), error_in(first[1], other[1], errors.b)};
+        errors_of(x, times_factor(other, common), by_other, codes_by_other);
+    errors = errors_in(first, other, errors);
     bool takes[2] = {errors.a < least.a, errors.b < least.b};
     least = {takes[0] ? errors.a : least.a, takes[1] ? errors.b : least.b};
 #pragma unroll
     for (int member = 0; member < 2; ++member) {
-      if (takes[member]) scales[member] = other[member];
+      u32& stored = scales.of[member].stored;
+      stored = takes[member] ? other.of[member].stored : stored;
 #pragma unroll
       for (int j = 0; j < 16; ++j)
         if (takes[member]) element(rounded, member, j) = element(by_other, member, j);
@@ -267,12 +288,13 @@ Q2_INLINE void round_stochastically(Pair (&x)[16], Pair inverse, const Output& o
 Q2_INLINE uint2 round_blocks(Pair (&x)[16], Pair largest, const Common& common, const Output& out,
                              const u32 (&first)[2], u32 (&codes)[2][2]) {
   largest = mul(largest, both(common.factor));
-  BlockScale scales[2] = {block_scale(largest.a, common), block_scale(largest.b, common)};
-  Pair inverse = times_factor(scales[0], scales[1], common);
+  BlockScales scales = block_scales(largest, common);
+  Pair inverse = times_factor(scales, common);
   if constexpr (kStochastic) round_stochastically(x, inverse, out, first, codes);
   else if constexpr (kSelect == ONE_SCALE) round_to_nearest(x, inverse, codes);
   else round_by_errors(x, largest, common, inverse, scales, codes);
-  return {scales[0].stored, scales[1].stored};
+  if constexpr (kRule != POW2) return {scales.of[0].stored, scales.of[1].stored};
+  return {raw_scale(scales.of[0], largest.a), raw_scale(scales.of[1], largest.b)};
 }
 
 // Byte of QuEST's scale of a block of 32 from its mean square, scaled by 2^(127 - top) twice

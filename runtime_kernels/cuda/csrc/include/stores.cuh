@@ -15,6 +15,7 @@ struct Results {
 // lanes write whole 32-byte sectors: half-written ones cost L2 as much time as all the arithmetic
 // here.
 struct Target {
+  u32 at;  // blocks ahead of it in the result
   u8* codes;
   u8* scales;
   int left;  // blocks that exist from here on
@@ -23,10 +24,15 @@ constexpr bool kInterleaved = kRawScales && kSize == 128;
 constexpr bool kSwizzled = Q2_SWIZZLED;
 
 Q2_INLINE Target target_at(const Output& out, int row, int block) {
-  long long at = (long long)row * out.blocks + block;
-  long long scales_at = kRawScales ? 4 * at : (kRule == MX ? at / 2 : at);
-  return {out.codes + at * 8, (u8*)out.scales + scales_at,
+  u32 at = (u32)row * out.blocks + block;  // plan.py refuses operands too large for 32 bits
+  u64 scales_at = kRawScales ? mul_wide(at, 4) : (kRule == MX ? at / 2 : at);
+  return {at, out.codes + mul_wide(at, 8), (u8*)out.scales + scales_at,
           row < out.rows ? out.blocks - block : 0};
+}
+
+// Where the raw scales of a lane of a line go, if lanes have four neighbors. target: of its first block.
+Q2_INLINE uint4* four_raw_scales(const Output& out, const Target& target) {
+  return (uint4*)((u32*)out.scales + (target.at + threadIdx.x % 2 * 2));
 }
 
 // One block, `ahead` of the target's.
@@ -78,7 +84,7 @@ Q2_INLINE void store_mask([[maybe_unused]] const Params& p, const Output& out, i
 
 // The raw scales of a row of a tile, where rows have them in fours: its lanes swap two of them each, so
 // that each has four neighbors.
-Q2_INLINE void store_four_raw_scales(const Target& target, const Results& made) {
+Q2_INLINE void store_four_raw_scales(const Output& out, const Target& target, const Results& made) {
   int lane_of_row = threadIdx.x % 2;
   u32 four[4];
 #pragma unroll
@@ -88,6 +94,6 @@ Q2_INLINE void store_four_raw_scales(const Target& target, const Results& made) 
     four[group] = lane_of_row ? got : lower;
     four[2 + group] = lane_of_row ? upper : got;
   }
-  if (4 * lane_of_row < target.left)
-    ((uint4*)target.scales)[lane_of_row] = {four[0], four[1], four[2], four[3]};
+  if (2 * lane_of_row < target.left)
+    *four_raw_scales(out, target) = {four[0], four[1], four[2], four[3]};
 }

@@ -127,7 +127,7 @@ Q2_INLINE void rotated_in_order(const u8* shared, Places places, Pair (&x)[2][16
                  *(const u16*)(row + (source ^ twist(i) ^ slot(1))) << 16;
       x[group][i] = two_of(word);
     }
-    // A sum of a chunk is -0 only where its first element is (numerics/quantize_tiles.py).
+    // Rotated zeros are +0: a sum is -0 only where its chunk's first element is (quantize_tiles.py).
     x[group][0] = add(x[group][0], both(0.0f));
     butterflies<kSize>(x[group]);
     if (kSize > 16) butterfly_across(x[group], 1);

@@ -72,6 +72,13 @@ constexpr bool kDequantized = Q2_DEQUANTIZED;
 constexpr bool kCodes = !kDequantized;
 enum Rule { MS_EDEN, POW2, EXACT, MX, AMAX };  // rounding.cuh
 constexpr Rule kRule = (Rule)Q2_RULE;
+// How far apart the parts of two lanes of a line begin (lines.cuh). 64: they swap half of their elements.
+// Not with MX, whose blocks of 32 would lie in pairs, nor with dbias, whose order goes by parts 32 apart,
+// nor where it would spill registers.
+constexpr bool kSpills = kDequantized && Q2_STOCHASTIC;
+constexpr bool kSwaps = kSize == 128 && !kTensorCores && kRule != MX && !kSums && !kSpills;
+constexpr int kApart = kSwaps ? 64 : 32;
+
 // Signs are multiplied in: where all that comes of an infinity is NaN anyway.
 constexpr bool kSignsMultiply =
     kSource == BF16 && kSigned && kDequantized && kRule == MS_EDEN && !kSums && !Q2_HW_FP4;
@@ -178,17 +185,18 @@ Q2_INLINE Pair two_of_row(u32 word, u32 mask) {
 
 // 16-byte piece `piece` of row `row` of a tile lies at row * kRowBytes + (slot(piece) ^
 // twist(row)). That spreads over all banks what eight lanes take at once: 8 pieces of a row in loading, or
-// every other one of two rows; rowwise one piece of every other pair of blocks of four rows; columnwise
-// two rows, those 32 below, and the next piece of all (fp32: 4 pieces of rows 32 apart). Both are linear
-// over exclusive or, so that of an address only its exclusive or with a constant changes in an unrolled
-// loop.
+// every other one of two rows; rowwise one piece of four rows and the one kApart to its right; columnwise
+// two rows, those kApart below, and the next piece of all (fp32: 4 pieces of rows kApart apart). Both are
+// linear over exclusive or, so that of an address only its exclusive or with a constant changes in an
+// unrolled loop.
 constexpr Q2_INLINE u32 twist(int row) {
   if (kTensorCores) return 16 * ((row & 7) ^ (row >> 4 & 3) << 1);
   int low = kBytes == 2 ? (row & 1) * 3 ^ (row >> 1 & 1) : row & 3;
-  return 16 * (low | (row >> 5 & 1) << 2);
+  return 16 * (low | (row / kApart & 1) << 2);
 }
 constexpr Q2_INLINE u32 slot(int piece) {
-  return 16 * (kBytes == 2 ? piece : piece ^ (piece >> 3 & 1) << 2);
+  constexpr int kAway = kApart * kBytes / 16;
+  return 16 * (kAway == 4 ? piece : piece ^ (piece / kAway & 1) << 2);
 }
 
 constexpr Q2_INLINE u32 place_in_tile(int row, int piece) {
@@ -212,6 +220,12 @@ Q2_INLINE int column_of_lane() {
   return threadIdx.x / 32 * 16 + threadIdx.x / 4 % 8 + threadIdx.x / 2 % 2 * 8;
 }
 
+// Where a lane's part of its line begins. That of the second lane comes first if they swap: it then
+// gets the differences, which come second.
+Q2_INLINE int part_of_lane() {
+  return (threadIdx.x % 2 ^ kSwaps) * kApart;
+}
+
 // Rotated by tensor cores four lanes of a warp have a pair of its columns, 8 apart, a quarter of each.
 struct Lane {
   int pair, quarter;
@@ -232,18 +246,17 @@ constexpr Q2_INLINE int column_at(int place) {
 Q2_INLINE u32 place_of_matrices() {
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (!kTensorCores)  // rows of two lanes, of 8 columns and the next 8; eight rows of each
-    return place_in_tile(lane / 2 % 2 * 32 + lane / 8 * 2 + lane % 2, 2 * warp + lane / 4 % 2);
+    return place_in_tile((lane / 2 % 2 ^ kSwaps) * kApart + lane / 8 * 2 + lane % 2, 2 * warp + lane / 4 % 2);
   return place_in_tile(lane / 2 % 4 * 16 + lane / 16 * 2 + lane % 2, 2 * warp + lane / 8 % 2);
 }
 
 Q2_INLINE Places places_in_tile() {
   constexpr int kFetched = kPacked ? kTileBlocks : kRowBytes / 16;  // places of a row
-  constexpr int kPieces = kBlock * kBytes / 16;  // of 16 bytes, of a block
   u32 fetched = place_in_tile(threadIdx.x / kFetched, threadIdx.x % kFetched * (kPacked ? 2 : 1));
-  u32 rows = kRows ? place_in_tile(threadIdx.x / 2, threadIdx.x % 2 * 2 * kPieces) : 0;
+  u32 rows = kRows ? place_in_tile(threadIdx.x / 2, part_of_lane() * kBytes / 16) : 0;
   int column = column_of_lane();
   u32 cols = kBytes == 2 ? place_of_matrices()
-                         : place_in_tile(threadIdx.x % 2 * 32, column / 4) + column % 4 * kBytes;
+                         : place_in_tile(part_of_lane(), column / 4) + column % 4 * kBytes;
   if (kTensorCores) {  // and where a lane's quarter of its first column begins
     Lane lane = lane_of_products();
     rows = cols;
