@@ -22,5 +22,6 @@ def recorder_of(
         return None
     from q2compile.telemetry import folder, of_graph
 
-    folder.asked_for(options)
-    return of_graph.recorder_of(gm, options, rows, names)
+    recorder = of_graph.recorder_of(gm, options, rows, names)
+    folder.asked_for(options)  # not where the folder can't be made, which raises
+    return recorder

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import q2compile
 from q2compile.recipes.published import RECIPES
 from q2compile.runtime_kernels.numerics import constants
+from q2compile.telemetry import folder as folders
 from q2compile.telemetry.folder import Folder
 from tests.q2compile.telemetry.training import (
     LINEARS,
@@ -332,10 +333,12 @@ def test_files(tmp_path):
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):
+    """That is all that is said: at exit nothing follows about layers that were not called."""
     (tmp_path / "file").write_text("")
     model = new_model(blocks=1)
     with pytest.raises(ValueError, match="telemetry: to: .*file.*is not a folder"):
         compiled(model, tmp_path / "file")(batch(0, model))
+    assert not [path for _, path in folders._asked_for if path == tmp_path / "file"]
 
 
 PROGRAM = """
