@@ -10,8 +10,6 @@ from torch._higher_order_ops import scan, while_loop
 from torch._higher_order_ops.map import map as map_op
 from torch.utils.checkpoint import checkpoint
 
-from q2compile.recipes.published import RECIPES
-
 WIDTH = 64
 
 
@@ -78,9 +76,7 @@ def gradients(model, x, backend, **options):
 
 @pytest.mark.parametrize(
     ("name", "inner"),
-    [(name, "eager") for name in MODELS]
-    + [("CheckpointedBranches", "inductor")]
-    + [("Loop", "inductor")],
+    [*((name, "eager") for name in MODELS), ("Loop", "inductor")],
 )
 def test_it_trains(name, inner):
     """One draw of an MS-EDEN GEMM has a cosine of 0.99 with the exact product; three in a row stay
@@ -94,9 +90,10 @@ def test_it_trains(name, inner):
         assert value.norm() == 0 or not torch.equal(got[key], value), key
 
 
-@pytest.mark.parametrize("recipe", sorted({*RECIPES} - {"bf16"}))
-def test_every_recipe_in_a_branch(recipe):
-    """Bit by bit as outside of one: nvfp4 draws signs in its forward, quartet saves masks."""
+@pytest.mark.parametrize("recipe", ["nvfp4", "quartet", "quartet2"])
+def test_a_recipe_in_a_branch(recipe):
+    """Bit by bit as outside of one: nvfp4 draws signs in its forward, quartet saves masks, quartet2
+    draws seeds in the backward alone."""
     model, x = Branches(), torch.randn(WIDTH, WIDTH, requires_grad=True)
     options = {"inner": "eager", "recipe": recipe}
     got = gradients(model, x, "quartet2", options=options)

@@ -181,7 +181,8 @@ def test_a_step_of_each_spelling(layer: Any) -> None:
             assert grad[1].abs().max() == 0  # the expert without tokens
 
 
-@pytest.mark.parametrize("layer", [grouped, looked_up, equal_groups, loop])
+# A loop is several linears, which Inductor compiles elsewhere.
+@pytest.mark.parametrize("layer", [grouped, looked_up, equal_groups])
 def test_inductor_gives_what_eager_gives(layer: Any) -> None:
     """One layer, from the same seed. Random rounding differs where a sum is rounded differently."""
 

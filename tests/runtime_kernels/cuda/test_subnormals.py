@@ -240,7 +240,8 @@ def agree_on_cpu(call: QuantizerCall) -> None:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_cpu_kernels(scheme) -> None:
-    for dtype in DTYPES:
+    """They read an operand as those of a GPU do, in one function of csrc/operand.h."""
+    for dtype in DTYPES if scheme in dict(READS) else DTYPES[:1]:
         for x in operands(dtype):
             amax = amax_of(x, scheme)
             agree_on_cpu(calls.plain(x, amax, SEEDS[0], scheme))

@@ -2,13 +2,13 @@
 """Runs the Triton fp4 GEMMs under Triton's interpreter, which must be chosen before Triton is
 imported: a program of its own, for tests/runtime_kernels/cuda/test_triton_gemm.py.
 
-    TRITON_INTERPRET=1 python tests/support/emulation/triton_gemm.py plain|unrotated|grouped
+    TRITON_INTERPRET=1 python tests/support/emulation/triton_gemm.py
 
 The interpreter has no dot_scaled, so this file has one, which takes the loaded operands.
 """
 
 import itertools
-import sys
+from typing import Any
 
 import torch
 import triton.language as tl
@@ -140,31 +140,23 @@ def grouped_cases() -> list[tuple]:
     ]
 
 
-def main() -> None:
-    TritonSemantic.dot_scaled = dot_scaled
-    interpreter._patch_lang_tensor = with_numpy_2_4(interpreter._patch_lang_tensor)
-    torch.manual_seed(0)
-    tiles = [tile for generation in gemm._TILES.values() for tile in generation]
-    if sys.argv[1] == "unrotated":
-        shapes = [(128, 256, 256), (200, 160, 288), (1, 32, 32)]
-        # The interpreter truncates to bf16.
-        results = [("nvfp4_46", torch.float32), ("mxfp4_rtn34", torch.float16)]
-        # Any two of shape, result and tile meet.
-        cases = [
-            (shape, results[(i + t) % 2], tile)
-            for (i, shape), (t, tile) in itertools.product(enumerate(shapes), enumerate(tiles))
-        ]
-        cases.append(((1100, 288, 96), results[1], tiles[0]))  # groups of tile rows
-        for shape, result, tile in cases:
-            check_unrotated(*shape, *result, tile)
-        print(f"{len(cases)} products, rotated back, agree with the reference")
-        return
-    if sys.argv[1] == "grouped":
-        cases = grouped_cases()
-        for case in cases:
-            check_grouped(*case)
-        print(f"{len(cases)} grouped products agree with the reference")
-        return
+def unrotated(tiles: list[Any]) -> None:
+    """Products whose sums are rotated back."""
+    shapes = [(128, 256, 256), (200, 160, 288), (1, 32, 32)]
+    # The interpreter truncates to bf16.
+    results = [("nvfp4_46", torch.float32), ("mxfp4_rtn34", torch.float16)]
+    # Any two of shape, result and tile meet.
+    cases = [
+        (shape, results[(i + t) % 2], tile)
+        for (i, shape), (t, tile) in itertools.product(enumerate(shapes), enumerate(tiles))
+    ]
+    cases.append(((1100, 288, 96), results[1], tiles[0]))  # groups of tile rows
+    for shape, result, tile in cases:
+        check_unrotated(*shape, *result, tile)
+    print(f"{len(cases)} products, rotated back, agree with the reference")
+
+
+def plain(tiles: list[Any]) -> None:
     shapes = [(128, 128, 256), (200, 136, 272), (1, 7, 16), (1200, 130, 48), (130, 300, 576)]
     schemes = [("nvfp4_46_pow2", s) for s in ("nvfp4_46_pow2", "nvfp4_16x16", "nvfp4_46")]
     schemes += [("mxfp4_rtn", "mxfp4_rtn34")]
@@ -176,6 +168,19 @@ def main() -> None:
     for case in cases:
         check(*case)
     print(f"{len(cases)} products agree with the reference")
+
+
+def main() -> None:
+    TritonSemantic.dot_scaled = dot_scaled
+    interpreter._patch_lang_tensor = with_numpy_2_4(interpreter._patch_lang_tensor)
+    torch.manual_seed(0)
+    tiles = [tile for generation in gemm._TILES.values() for tile in generation]
+    plain(tiles)
+    unrotated(tiles)
+    cases = grouped_cases()
+    for case in cases:
+        check_grouped(*case)
+    print(f"{len(cases)} grouped products agree with the reference")
 
 
 if __name__ == "__main__":
