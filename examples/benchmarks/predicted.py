@@ -215,6 +215,19 @@ BLACKWELLS = tuple(device for device in DATA_SHEETS if not device.emulates)
 RECIPES = ("quartet2", "tetrajet2", "nvfp4", "quartet", "mxfp4")
 GAINS = ((8192, 4096, 4096), (8192, 14336, 4096), (16384, 24576, 6144))
 COUNTED = Path(q2compile.__file__).parent / "cost_model" / "instructions.json"
+_TE, _TORCHAO = "github.com/NVIDIA/TransformerEngine/pull/2412", "github.com/pytorch/ao/pull/4487"
+_BYTES = 2 + 9 / 16  # of an element that is read in bf16 and written in NVFP4
+_MORE_BYTES = 9 / 16  # written columnwise, too
+_TORCHAO_ELEMENTS = 2048 * 28672
+# A case; the kernel of others that it is nearest to; its GPU, picoseconds an element, source.
+PUBLISHED = (
+    ("quantize_rtn", "Transformer Engine, row", "B300", _BYTES / 7.2, _TE),
+    ("nvfp4_dgrad_row", "Transformer Engine, row, SR", "B300", _BYTES / 7.0, _TE),
+    ("nvfp4_both", "Transformer Engine, both, SR", "B300", (_BYTES + _MORE_BYTES) / 4.5, _TE),
+    ("nvfp4_x_both", "torchao, CuTe DSL", "GB200", 67.94e6 / _TORCHAO_ELEMENTS, _TORCHAO),
+    ("nvfp4_x_both", "torchao, Triton", "GB200", 113.74e6 / _TORCHAO_ELEMENTS, _TORCHAO),
+)
+PUBLISHED_ELEMENTS = 16384 * 8192  # of the predictions beside them
 
 
 def rates() -> str:
@@ -256,6 +269,20 @@ def quantizers() -> str:
         own = [step for step in steps if step.quantizer is not None]
         sums = (1e6 * sum(step.seconds(device) for step in own) for device in BLACKWELLS)
         lines.append(f"| {recipe} | {' | '.join(f'{each:.0f}' for each in sums)} |")
+    return "\n".join(lines)
+
+
+def published() -> str:
+    """Quantizers of others as published, beside the nearest predicted one, as Markdown."""
+    lines = [
+        "| case | GPU | predicted, ps | published, ps | of | source |",
+        "|---|---|---|---|---|---|",
+    ]
+    devices = {device.name: device for device in DATA_SHEETS}
+    for case, of, gpu, picoseconds, source in PUBLISHED:
+        seconds = step_of(case, PUBLISHED_ELEMENTS).seconds(devices[gpu])
+        own = f"{1e12 * seconds / PUBLISHED_ELEMENTS:.2f}"
+        lines.append(f"| `{case}` | {gpu} | {own} | {picoseconds:.2f} | {of} | {source} |")
     return "\n".join(lines)
 
 
@@ -326,6 +353,14 @@ Predicted microseconds of all quantizers of the first of these linears:
 The authors of Quartet II report 4.2 times BF16's speed on an RTX 5090 and up to 2.5 times on a B200
 for the layers of a 22B model (16384 x 24576 x 6144), with GEMMs of their own.
 
+Picoseconds per element of quantizers that others measured, beside the nearest of these. Predictions
+are of 16384 x 8192 elements and include all launches. Published times leave out the pass that finds
+the amax, which these kernels don't need; torchao's takes 0.67 ps more. Transformer Engine's times
+follow from its TB/s (65536 x 7168), if these count {bytes} bytes per element, for both directions
+{both}; its columns are not rotated. torchao measured 2048 x 28672 elements.
+
+{published}
+
 ## Not measured yet
 
 {missing}
@@ -344,6 +379,9 @@ def page() -> str:
         rates=rates(),
         gains=gains(),
         quantizers=quantizers(),
+        published=published(),
+        bytes=_BYTES,
+        both=_BYTES + _MORE_BYTES,
         step_table=table((*linears(), *steps(), *of_the_host())),
         missing=f"{names}." if names else "Every row that is predicted has been measured.",
     )
