@@ -5,6 +5,7 @@ Each computes what `nn.Linear` computes, and changes only what q2compile quantiz
 [..., N]; w [N, K]; Q is the recipe's forward quantization along K.
 
     mean_split       y = Q(x - m) Q(w)ᵀ + m wᵀ     m [K], the mean of x over all tokens of the batch
+    x_alone, w_alone y = Q(x) wᵀ, x Q(w)ᵀ          in BF16, with the gradients of x wᵀ
     direct           y = Q(x) Q(w)ᵀ                the control: by the op that the following call
     balanced         y = Q(x / d) Q(w d)ᵀ          d [K], from mean squares of the columns
     fixed_balance    y = Q(x / d) Q(w d)ᵀ          d of the first batch after the stem
@@ -59,6 +60,40 @@ class QuantizedLinear(nn.Linear):
 
     def multiply(self, x: Tensor, w: Tensor) -> Tensor:
         return torch.ops.q2.linear(x, w, self.bias, *self.texts, self.salt)
+
+
+class OneOperandLinear(QuantizedLinear):
+    """x [..., K] -> [..., N] in BF16; one operand is rounded in fprop, none in dgrad and wgrad."""
+
+    rounded = ""  # x or w
+
+    def multiply(self, x: Tensor, w: Tensor) -> Tensor:
+        operands = {"x": x.bfloat16(), "w": w.bfloat16()}  # as autocast gives them to a linear
+        plain = self.product(**operands)
+        operands[self.rounded] = self.round(operands[self.rounded])
+        with torch.no_grad():
+            change = self.product(**operands).float() - plain.float()
+        return (plain + change).to(plain.dtype)
+
+    def product(self, x: Tensor, w: Tensor) -> Tensor:
+        return torch.ops.q2.linear(x, w, self.bias, "bf16", "bf16", "bf16", self.salt)
+
+    def round(self, operand: Tensor) -> Tensor:
+        x_text, w_text = self.texts[0].split(" @ ")
+        scheme = Operand.parse({"x": x_text, "w": w_text}[self.rounded]).scheme
+        matrix = operand.detach().flatten(0, -2)
+        made = torch.ops.q2.quantize(matrix, scheme=scheme, rowwise=True, columnwise=False)
+        size = operand.shape[-1]
+        rounded = torch.ops.q2.dequantize(*made[:3], scheme, size, operand.dtype)
+        return rounded.view(operand.shape)
+
+
+class XAloneLinear(OneOperandLinear):
+    rounded = "x"
+
+
+class WAloneLinear(OneOperandLinear):
+    rounded = "w"
 
 
 class BalancedLinear(QuantizedLinear):
@@ -148,6 +183,8 @@ class StickyLinear(FeedbackLinear):
 
 LINEARS: Mapping[str, type[nn.Linear]] = {
     "mean_split": MeanSplitLinear,
+    "x_alone": XAloneLinear,
+    "w_alone": WAloneLinear,
     "direct": QuantizedLinear,
     "balanced": BalancedLinear,
     "fixed_balance": FixedBalanceLinear,

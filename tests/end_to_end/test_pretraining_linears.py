@@ -17,6 +17,7 @@ from pretraining.linears import (  # noqa: E402
     LINEARS,
     FeedbackLinear,
     FixedBalanceLinear,
+    OneOperandLinear,
     QuantizedLinear,
     feed_back,
     measure_balances,
@@ -46,7 +47,10 @@ def uneven(dtype: torch.dtype = torch.float32) -> Tensor:
     return ((torch.randn(2, TOKENS // 2, K) * factors) + 3).to(dtype)
 
 
-@pytest.mark.parametrize("name", sorted(LINEARS))
+EXACT = sorted(n for n, kind in LINEARS.items() if not issubclass(kind, OneOperandLinear))
+
+
+@pytest.mark.parametrize("name", EXACT)
 def test_the_result_and_the_gradients_are_those_of_a_linear(name: str) -> None:
     linear = made(name, torch.float64)
     if isinstance(linear, QuantizedLinear):
@@ -77,6 +81,28 @@ def multiplied(linear: nn.Linear, x: Tensor, monkeypatch: pytest.MonkeyPatch) ->
             patch.setattr(linear, "multiply", product)
         linear(x)
     return operands
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("backend", ["eager", "quartet2"])
+@pytest.mark.parametrize("name, rounded", [("x_alone", "x"), ("w_alone", "w")])
+def test_one_rounded_operand(name: str, rounded: str, backend: str) -> None:
+    """The product with quantized values of one, and the gradients of the product without."""
+    linear, x = made(name), uneven().requires_grad_()
+    operands = {"x": x.detach().bfloat16(), "w": linear.weight.detach().bfloat16()}
+    values = q2compile.quantize(operands[rounded].flatten(0, -2), SCHEME).dequantize().bfloat16()
+    changed = {**operands, rounded: values.view_as(operands[rounded])}
+    assert linear.bias is not None
+    want = nn.functional.linear(changed["x"], changed["w"], linear.bias.bfloat16())
+    dy = torch.randn(2, TOKENS // 2, N).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = torch.compile(linear, backend=backend)(x)
+    found = torch.autograd.grad(y, [x, linear.weight], dy)
+    torch.testing.assert_close(y, want, rtol=2.0**-7, atol=2.0**-7)  # an ulp or two of bf16
+    dw = dy.flatten(0, -2).t() @ operands["x"].flatten(0, -2)
+    for one, other in zip(found, [dy @ operands["w"], dw], strict=True):
+        error = (one - other.float()).norm() / other.float().norm()
+        assert error < 2.0**-8  # both are rounded to bf16
 
 
 def test_the_mean_is_split_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +224,9 @@ def test_the_output_layer_stays_and_a_wrong_name_is_an_error() -> None:
     replace_linears(model, "sticky", options)
     assert isinstance(model["o_proj"], FeedbackLinear) and type(model["lm_head"]) is nn.Linear
     assert model["o_proj"].texts[0] == "nvfp4_46_pow2 @ nvfp4_46_pow2"
-    with pytest.raises(ValueError, match="linear 'balance': there is mean_split, direct, balanced"):
+    with pytest.raises(
+        ValueError, match="linear 'balance': there is mean_split, x_alone, w_alone, direct"
+    ):
         replace_linears(model, "balance", options)
 
 
