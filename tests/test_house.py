@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.tracked import tracked
+from tests.support.tracked import parsed, tracked
 
 ROOT = Path(__file__).resolve().parents[1]
 # Top folder -> the name it is imported by.
@@ -169,7 +169,7 @@ def test_no_long_files() -> None:
 
 def python_functions(path: Path) -> Iterator[tuple[str, int, bool]]:
     """(name, lines, is a Triton kernel) of every function in a file."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
@@ -238,7 +238,7 @@ MODULES = {module_of(path): path for path in files(".py", folders=list(PACKAGES)
 def imported_modules(path: Path) -> set[str]:
     """The modules of ours that a file imports, in functions and under TYPE_CHECKING, too."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -248,9 +248,6 @@ def imported_modules(path: Path) -> set[str]:
             found |= modules if modules == named else {*modules, node.module or ""}
     own = {name.removeprefix("q2compile.") for name in found if name.startswith("q2compile.")}
     return own & set(MODULES)
-
-
-IMPORTS = {name: imported_modules(path) for name, path in MODULES.items()}
 
 
 def within(module: str, room: str) -> bool:
@@ -268,23 +265,23 @@ def test_every_module_has_a_room() -> None:
 
 def test_imports_follow_the_rules() -> None:
     wrong = []
-    for module, imported in IMPORTS.items():
+    for module, path in MODULES.items():
         room = room_of(module)
         allowed = [room or "version", *MAY_IMPORT[room], *EVERYBODYS]
-        if "__init__" in MODULES[module].name:
+        if "__init__" in path.name:
             allowed.append(module or "version")  # a package lists what it holds
-        for other in sorted(imported):
+        for other in sorted(imported_modules(path)):
             if not any(within(other, name) for name in allowed):
-                wrong.append(f"{relative(MODULES[module])} imports {other}: {room!r} may not")
+                wrong.append(f"{relative(path)} imports {other}: {room!r} may not")
     assert wrong == []
 
 
 def test_no_import_circles() -> None:
     """Between files; a package's __init__, which imports what it holds, aside."""
     left = {
-        module: {o for o in imported if MODULES[o].name != "__init__.py"}
-        for module, imported in IMPORTS.items()
-        if MODULES[module].name != "__init__.py"
+        module: {o for o in imported_modules(path) if MODULES[o].name != "__init__.py"}
+        for module, path in MODULES.items()
+        if path.name != "__init__.py"
     }
     while done := {module for module, imported in left.items() if not imported & set(left)}:
         left = {module: imported for module, imported in left.items() if module not in done}
@@ -295,7 +292,7 @@ def test_no_import_circles() -> None:
 def test_nobody_imports_a_private_name() -> None:
     found = []
     for module, path in MODULES.items():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("q2compile"):
                 private = [
                     a.name for a in node.names if a.name.startswith("_") and a.name[1] != "_"
@@ -306,7 +303,7 @@ def test_nobody_imports_a_private_name() -> None:
 
 def private_imports(path: Path) -> Iterator[str]:
     """Modules of torch with a private part in their path, which a file imports anywhere."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -342,14 +339,14 @@ def test_private_modules_of_torch_are_imported_in_one_place() -> None:
 def test_packages_say_what_they_are_for() -> None:
     """In their __init__: and, but for those that hold an op or a table, what they may import."""
     packages = [p for p in MODULES.values() if p.name == "__init__.py"]
-    assert [relative(p) for p in packages if not ast.get_docstring(ast.parse(p.read_text()))] == []
+    assert [relative(p) for p in packages if not ast.get_docstring(parsed(p))] == []
 
 
 def test_no_device_is_hard_coded() -> None:
     """A `device="cuda"`, `.to("cuda")` or `.cuda()` outside of tests decides for the user."""
     found = []
     for path in files(".py", folders=[*PACKAGES, "examples"]):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if not isinstance(node, ast.Call):
                 continue
             name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
@@ -383,7 +380,7 @@ def test_no_paths_of_one_machine() -> None:
 
 def empty_containers(path: Path) -> Iterator[str]:
     """Names at the top of a file that are given something to be filled."""
-    for node in ast.parse(path.read_text()).body:
+    for node in parsed(path).body:
         if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
             continue
         value = ast.unparse(node.value)
@@ -430,7 +427,7 @@ def test_quantizing_ops_are_named_in_their_table_alone() -> None:
     """Other places ask the table for their properties and arguments."""
     found, meant = set(), set()
     for path in files(".py", folders=list(PACKAGES)):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 if node.value in ("quantize", "requantize"):
                     found.add(relative(path))

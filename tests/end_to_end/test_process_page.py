@@ -5,6 +5,7 @@ directions."""
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import importlib.util
 import os
@@ -20,16 +21,21 @@ import pytest
 
 import q2compile
 from q2compile.runtime_kernels.registry import LIBRARY
-from tests.support.tracked import tracked
+from tests.support.tracked import parsed, tracked
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "examples" / "guides" / "process.md").read_text()
 PACKAGES = ("q2compile", "lowering", "runtime_kernels")
-SOURCES = {
-    path.relative_to(ROOT).as_posix(): ast.parse(path.read_text())
-    for package in PACKAGES
-    for path in sorted((ROOT / package).rglob("*.py"))
-}
+
+
+@functools.cache
+def sources() -> dict[str, ast.Module]:
+    """A tree for each file of the packages."""
+    return {
+        path.relative_to(ROOT).as_posix(): parsed(path)
+        for package in PACKAGES
+        for path in sorted((ROOT / package).rglob("*.py"))
+    }
 
 
 def rows(title: str) -> dict[str, list[str]]:
@@ -43,7 +49,7 @@ def rows(title: str) -> dict[str, list[str]]:
 
 def calls() -> Iterator[tuple[str, str, ast.Call]]:
     """(file, name of the called function, the call) for all sources."""
-    for file, tree in SOURCES.items():
+    for file, tree in sources().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.Call):
                 yield file, ast.unparse(node.func), node
@@ -53,7 +59,7 @@ def constants(file: str) -> dict[str, str]:
     """Texts that a file names at its top."""
     return {
         target.id: node.value.value
-        for node in SOURCES[file].body
+        for node in sources()[file].body
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
         for target in node.targets
         if isinstance(target, ast.Name) and isinstance(node.value.value, str)
@@ -85,7 +91,7 @@ def test_environment_variables() -> None:
     }
     subscripts = {
         named(file, node.slice)
-        for file, tree in SOURCES.items()
+        for file, tree in sources().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "os.environ"
     }
@@ -159,7 +165,7 @@ def test_hooks() -> None:
     found = {("atexit" if hook == "register" else hook, file) for hook, file in found}
     found |= {
         ("excepthook", file)
-        for file, tree in SOURCES.items()
+        for file, tree in sources().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).endswith(".excepthook")
     }

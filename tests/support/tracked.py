@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
+from functools import cache
 from pathlib import Path
 
 
@@ -16,3 +18,9 @@ def tracked(root: Path) -> list[Path]:
         names = (root / "q2compile.egg-info" / "SOURCES.txt").read_text("utf-8").splitlines()
         names = [name for name in names if not name.startswith("q2compile.egg-info/")]
     return sorted(root / name for name in names if name and (root / name).is_file())
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    """A Python file, which several tests read and none changes."""
+    return ast.parse(path.read_text(encoding="utf-8"))
