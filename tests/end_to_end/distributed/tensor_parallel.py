@@ -116,6 +116,12 @@ ON_2_RANKS: dict[str, Callable[[], Result]] = {
     "tensor": lambda: compiled(tensor_parallel, {}),
     "tensor_bf16": lambda: compiled(tensor_parallel, {**EAGER, "recipe": "bf16"}),
     "tensor_autocast": lambda: compiled(tensor_parallel, EAGER, autocast=True),
+    "tensor_seed": lambda: compiled(
+        tensor_parallel, {**EAGER, "seed": 7}, rounding_seed=dist.get_rank()
+    ),
+    "tensor_other_generators": lambda: compiled(
+        tensor_parallel, EAGER, rounding_seed=dist.get_rank()
+    ),
     "sequence": lambda: compiled(sequence_parallel, EAGER),
     "sequence_bf16": lambda: compiled(sequence_parallel, {**EAGER, "recipe": "bf16"}),
     "uneven": uneven,

@@ -146,6 +146,10 @@ def assert_equal_on_all_ranks(ranks: Ranks, names: Iterable[str]) -> None:
             assert torch.equal(ranks[0].parameters[name], other.parameters[name]), name
 
 
+# In tensor parallel, what both ranks compute.
+REPLICATED = ["embed.weight", "norm.weight", "head.weight"]
+REPLICATED += [f"layers.{i}.{name}" for i in range(2) for name in ("norm.weight", "down.bias")]
+
 # The worker's, with a policy that a graph shared by the layers could not keep.
 TOLD_APART = {"layers.1.*": {"recipe": "quartet2", "wgrad": "bf16"}, "head": "bf16"}
 
@@ -240,11 +244,20 @@ def test_redundant_compute_draws_the_same_random_bits(
 ) -> None:
     """Trap: both ranks compute the quantized head; other random bits would let its copies drift."""
     ranks = tensor_parallel[scenario]
-    replicated = ["embed.weight", "norm.weight", "head.weight"]
-    replicated += [f"layers.{i}.{name}" for i in range(2) for name in ("norm.weight", "down.bias")]
-    assert_equal_on_all_ranks(ranks, replicated)
+    assert_equal_on_all_ranks(ranks, REPLICATED)
     cut = "layers.0.up.weight"
     assert not torch.equal(ranks[0].parameters[cut], ranks[1].parameters[cut])
+
+
+def test_the_option_seed_keeps_replicated_parameters_equal(
+    tensor_parallel: dict[str, Ranks],
+) -> None:
+    """The ranks' own generators have different seeds here. Without the option the copies drift."""
+    assert_equal_on_all_ranks(tensor_parallel["tensor_seed"], REPLICATED)
+    drifted = [
+        rank.parameters["head.weight"] for rank in tensor_parallel["tensor_other_generators"]
+    ]
+    assert relative_error(drifted[0], drifted[1]) > 1e-4
 
 
 def test_uneven_shards(tensor_parallel: dict[str, Ranks], one_process: OneProcess) -> None:
