@@ -356,8 +356,8 @@ for the layers of a 22B model (16384 x 24576 x 6144), with GEMMs of their own.
 Picoseconds per element of quantizers that others measured, beside the nearest of these. Predictions
 are of 16384 x 8192 elements and include all launches. Published times leave out the pass that finds
 the amax, which these kernels don't need; torchao's takes 0.67 ps more. Transformer Engine's times
-follow from its TB/s (65536 x 7168), if these count {bytes} bytes per element, for both directions
-{both}; its columns are not rotated. torchao measured 2048 x 28672 elements.
+follow from its TB/s (65536 x 7168), if these count {bytes} bytes per element rowwise, and {both}
+rowwise and columnwise; its columns are not rotated. torchao measured 2048 x 28672 elements.
 
 {published}
 
