@@ -25,6 +25,7 @@ from in_graph_gathers import in_graph, in_graph_experts
 from recorded import (
     BF16,
     LONG,
+    MANY,
     SEQ,
     STEPS,
     Attach,
@@ -46,10 +47,20 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from training import VOCAB, loss_of, new_model
 
 import q2compile
-from q2compile.recipes.published import RECIPES
 from q2compile.weight_cache import shard_batch
 
 EXACT = {"global_scale": "exact"}
+
+
+class Pair(nn.Module):
+    """x + down(silu(up(norm(x)))): two of a block's three linears, which compile sooner."""
+
+    def __init__(self, block: Any) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = block.norm, block.up, block.down
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.silu(self.up(self.norm(x))))
 
 
 def build(
@@ -57,6 +68,7 @@ def build(
     recipe: str = "quartet2",
     options: dict[str, Any] | None = None,
     inner: int = 128,
+    gated: bool = False,
     policy: MixedPrecisionPolicy | None = BF16,
     mesh: tuple[int, ...] = (),
     masters: torch.dtype = torch.float32,
@@ -69,12 +81,15 @@ def build(
     **kwargs: Any,
 ) -> Any:
     """A model under fully_shard, and the function to call. Blocks are compiled one by one, or
-    (whole) all at once. roots: only blocks are sharded, not the model. far_apart: the last ranks'
-    rows are so small that their scales underflow under the common global scale."""
+    (whole) all at once. gated: whether they have three linears. roots: only blocks are sharded, not
+    the model. far_apart: the last ranks' rows are so small that their scales underflow under the
+    common global scale."""
     model: Any = new_model(inner).to(masters)
+    if not gated:
+        model.layers = nn.ModuleList(map(Pair, model.layers))
     for layer in model.layers if far_apart else ():
         with torch.no_grad():
-            for linear in (layer.gate, layer.up, layer.down):
+            for linear in (layer.up, layer.down):
                 linear.weight[linear.out_features // 2 :] *= 2.0**-19
     options = {"inner": "eager", "recipe": recipe, **(options or {})}
     if policy is not None:
@@ -102,7 +117,7 @@ def simple(steps: int = STEPS, **how: Any) -> Callable[[Attach], Run]:
 
 
 def accumulated(**how: Any) -> Callable[[Attach], Run]:
-    return lambda attach: Training(*build(**how), attach).steps(STEPS, micro_batches=2).done()
+    return lambda attach: Training(*build(**how), attach).steps(4, micro_batches=2).done()
 
 
 @torch.library.custom_op("planted::fail", mutates_args=())
@@ -141,7 +156,7 @@ def bare(attach: Attach) -> Run:
     model, call = build(compiled=False)
     for layer in model.layers:
         layer.up.compile(backend="quartet2", options={"inner": "eager"})
-    return Training(model, call, attach).steps(STEPS).done()
+    return Training(model, call, attach).steps(4).done()
 
 
 def attached_late(attach: Attach) -> Run:
@@ -151,19 +166,11 @@ def attached_late(attach: Attach) -> Run:
     return training.steps(STEPS - 2).done()
 
 
-def switched(attach: Attach) -> Run:
-    """The forward's late switch to bf16, and back."""
-    training = Training(*build(), attach).steps(4)
-    for more in ({"policy": {"*": {"fprop": "bf16"}}}, {}):
-        for layer in training.model.layers:
-            layer.compile(backend="quartet2", options={"inner": "eager", **more})
-        training.steps(4)
-    return training.done()
-
-
 def evaluated(attach: Attach) -> Run:
-    """Between the steps, without gradients: compiled, and without its graphs."""
-    training = Training(*build(), attach)
+    """Between the steps, without gradients: compiled, and without its graphs. After them
+    module.unshard(), which gives values also if the forward gathers codes. A rank has 40 rows of
+    two of the three weights, and blocks span 16."""
+    training = Training(*build(inner=80, recipe="nvfp4", options=EXACT), attach)
     for _ in range(5):
         training.steps(1)
         with torch.no_grad():
@@ -171,21 +178,16 @@ def evaluated(attach: Attach) -> Run:
             training.run.losses.append(loss_of(training.model(tokens), tokens).item())
             with torch.compiler.set_stance("force_eager"):
                 training.run.losses.append(loss_of(training.model(tokens), tokens).item())
-    return training.done()
-
-
-def by_hand(attach: Attach) -> Run:
-    """module.unshard() gives values, also if the forward gathers codes."""
-    training = Training(*build(options=EXACT), attach).steps(4)
     layer = training.model.layers[0]
     layer.unshard()
-    training.run.notes["weight"] = layer.up.weight.detach().clone()
+    training.run.notes["weight"] = layer.down.weight.detach().clone()
     layer.reshard()
-    return training.steps(2).done()
+    return training.steps(1).done()
 
 
-def moved(attach: Attach) -> Run:
-    """Shards in other tensors: load_state_dict(assign=True), .to(); and in the same."""
+def changed(attach: Attach) -> Run:
+    """Shards in other tensors: load_state_dict(assign=True), .to(); and in the same. Then the
+    forward's late switch to bf16, and back."""
     training = Training(*build(), attach).steps(3)
     state = {k: v.clone() for k, v in training.model.state_dict().items()}
     training.model.load_state_dict(state, assign=True)
@@ -196,7 +198,12 @@ def moved(attach: Attach) -> Run:
     torch.manual_seed(5)
     for layer in training.model.layers:
         layer.up.reset_parameters()
-    return training.steps(2).done()
+    training.steps(2)
+    for more in ({"policy": {"*": {"fprop": "bf16"}}}, {}):
+        for layer in training.model.layers:
+            layer.compile(backend="quartet2", options={"inner": "eager", **more})
+        training.steps(3)
+    return training.done()
 
 
 def state_of(training: Training) -> dict[str, Any]:
@@ -292,28 +299,37 @@ def faulty(kind: str) -> Callable[[Attach], Run]:
     return scenario
 
 
+# All recipes with power-of-two scales: each kind of blocks and of global scale in one graph.
+RECIPES = {"layers.0.gate": "quartet2", "layers.0.up": "nvfp4", "layers.0.down": "quartet"}
+RECIPES |= {"layers.1.gate": "mxfp4_2d", "layers.1.up": "tetrajet2"}
+RECIPES |= {"layers.1.down": "quartet2_search", "head": "quartet2"}
+all_recipes = simple(
+    MANY,
+    options={"policy": RECIPES},
+    policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    gated=True,
+    whole=True,
+    root_only=True,
+)
+UNEVEN = {"inner": 131, "policy": None, "masters": torch.bfloat16, "far_apart": True}
 SCENARIOS: dict[str, Callable[[Attach], Run]] = {
-    **{name: simple(LONG, recipe=name) for name in RECIPES if name != "bf16"},
-    "exact_square": simple(options=EXACT, recipe="nvfp4"),
-    "fp32_columns": simple(policy=None, shard_placement_fn=lambda p: Shard(min(p.ndim - 1, 1))),
-    "bf16_masters": simple(policy=None, masters=torch.bfloat16, far_apart=True),
-    "whole": simple(whole=True, root_only=True),
-    "whole_blocks": simple(whole=True),
-    "offloaded": simple(offload_policy=CPUOffloadPolicy(pin_memory=False)),
+    "quartet2": simple(LONG),
+    "recipes": all_recipes,
+    "fp32_columns": simple(
+        4, policy=None, options=EXACT, shard_placement_fn=lambda p: Shard(min(p.ndim - 1, 1))
+    ),
+    "whole_blocks": simple(4, whole=True),
+    "offloaded": simple(4, offload_policy=CPUOffloadPolicy(pin_memory=False)),
     "roots": simple(roots=True, policy=None),
-    "not_compiled": simple(compiled=False),
-    "uneven": simple(inner=131),
-    "uneven_checkpointed": simple(inner=131, checkpointed=True),
-    "uneven_square": simple(inner=80, recipe="nvfp4"),
-    "accumulated": accumulated(),
-    "accumulated_kept": accumulated(reshard_after_forward=False),
+    "not_compiled": simple(4, compiled=False),
+    "uneven": accumulated(**UNEVEN),
+    "uneven_checkpointed": accumulated(**UNEVEN, checkpointed=True),
+    "uneven_kept": accumulated(**UNEVEN, reshard_after_forward=False),
     "not_compilable": not_compilable,
     "bare": bare,
     "attached_late": attached_late,
-    "switched": switched,
     "evaluated": evaluated,
-    "by_hand": by_hand,
-    "moved": moved,
+    "changed": changed,
     "killed": killed,
     "resumed": resumed,
     "experts": experts("quartet2"),
@@ -322,22 +338,19 @@ SCENARIOS: dict[str, Callable[[Attach], Run]] = {
     "in_graph_experts": in_graph_experts,
 }
 ON_FOUR: dict[str, Callable[[Attach], Run]] = {
-    "four": simple(),
-    "hsdp": simple(mesh=(2, 2)),
-    "to_two": simple(reshard_after_forward=2),
+    "recipes": all_recipes,
+    "hsdp": simple(4, mesh=(2, 2)),
+    "to_two": simple(1, reshard_after_forward=2),
     "uneven_four": simple(inner=90),
     "square_four": simple(recipe="nvfp4", inner=192),
     "two_dimensional": two_dimensional,
     "expert_parallel": experts("nvfp4", parallel=True),
 }
-
-
+ALONE = ("killed", "resumed", "to_two")  # compared with no run, or with one that others have
 SAME = {
     **dict.fromkeys(("whole_blocks", "offloaded", "attached_late", "not_compilable"), "quartet2"),
-    "uneven_checkpointed": "uneven",
+    **dict.fromkeys(("uneven_checkpointed", "uneven_kept"), "uneven"),
     "bare": "not_compiled",
-    "accumulated_kept": "accumulated",
-    "to_two": "four",
 }
 
 
@@ -354,7 +367,7 @@ def main() -> None:
     for name in todo if names == ["all"] else names:
         if name.startswith("fault_"):
             jobs[name] = faulty(name.removeprefix("fault_")), q2compile.gather_codes
-        elif name in ("killed", "resumed"):
+        elif name in ALONE:
             jobs[name] = todo[name], q2compile.gather_codes
         else:
             jobs[f"{without(name)}.plain"] = todo[without(name)], no_attach

@@ -24,15 +24,16 @@ from expert_parallel import EXPERTS, INNER, WIDTH
 from training import HIDDEN, LAYERS, VOCAB
 
 Found = list[dict[str, Any]]  # of each rank: scenario -> Run
-FORMS = ["whole", "whole_blocks", "uneven_checkpointed", "uneven_square", "accumulated_kept"]
-FORMS += ["attached_late", "switched", "evaluated", "by_hand", "moved", "fp32_columns"]
-FORMS += ["bf16_masters", "not_compiled", "bare", "experts_rows", "offloaded", "not_compilable"]
-RECIPES = ["quartet2", "nvfp4", "quartet", "mxfp4_2d"]  # of each kind of blocks and global scale
+FORMS = ["quartet2", "recipes", "whole_blocks", "uneven_checkpointed", "uneven_kept", "changed"]
+FORMS += ["attached_late", "evaluated", "fp32_columns", "not_compiled", "bare", "experts_rows"]
+FORMS += ["offloaded", "not_compilable"]
 IN_GRAPH = ["in_graph", "in_graph_experts"]
-FOUR = ["hsdp", "two_dimensional", "expert_parallel"]
+FOUR = ["recipes", "hsdp", "two_dimensional", "expert_parallel"]
 FAULTS = ["fault_policy", "fault_model", "fault_attach"]
+PAIR = LAYERS * 2 * HIDDEN * 128  # elements of the weights in blocks
 # Bytes for each element: a code, a block's scale, and QuEST's mask.
-BYTES = {"quartet2": 0.5 + 1 / 16, "nvfp4": 0.5 + 1 / 256}
+BYTES = dict.fromkeys(("quartet2", "quartet2_search", "tetrajet2"), 0.5 + 1 / 16)
+BYTES["nvfp4"] = 0.5 + 1 / 256
 BYTES["quartet"] = 0.5 + 1 / 32 + 1 / 8
 BYTES["mxfp4_2d"] = 0.5 + 1 / 1024
 
@@ -50,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two(folder: Path) -> Found:
-    return run(folder, 2, [*RECIPES, *FORMS, *IN_GRAPH, "killed"], killed=True)
+    return run(folder, 2, [*FORMS, *IN_GRAPH, "killed"], killed=True)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +78,7 @@ def assert_same_training(found: Found, name: str) -> None:
     assert losses[0] != losses[-1]  # data-parallel ranks have their own data
 
 
-@pytest.mark.parametrize("name", [*RECIPES, *FORMS, *IN_GRAPH])
+@pytest.mark.parametrize("name", [*FORMS, *IN_GRAPH])
 def test_the_training_is_the_same(name: str, two: Found) -> None:
     assert_same_training(two, name)
 
@@ -87,22 +88,33 @@ def test_the_training_is_the_same_on_four_ranks(name: str, four: Found) -> None:
     assert_same_training(four, name)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_bytes_on_the_wire(recipe: str, two: Found) -> None:
+def test_bytes_on_the_wire(two: Found) -> None:
     """In each step, for the two gathers of each block, and for embedding, norms and head."""
-    weights = LAYERS * 3 * HIDDEN * 128  # in two ranks' shards, gathered twice
-    rest = two[0]["quartet2.plain"].bytes[0] - 2 * weights
+    rest = two[0]["quartet2.plain"].bytes[0] - 2 * PAIR
     for rank in two:
-        assert rank[recipe].bytes[:2] == [2 * weights + rest] * 2
-        assert rank[recipe].bytes[2:] == [BYTES[recipe] * weights + rest] * (worker.LONG - 2)
-        assert rank[f"{recipe}.plain"].bytes == [2 * weights + rest] * worker.LONG
-    assert two[0][recipe].count == 2 + 3 * LAYERS  # the eager embedding and head may be, too
+        assert rank["quartet2"].bytes[:2] == [2 * PAIR + rest] * 2
+        assert rank["quartet2"].bytes[2:] == [BYTES["quartet2"] * PAIR + rest] * (worker.LONG - 2)
+        assert rank["quartet2.plain"].bytes == [2 * PAIR + rest] * worker.LONG
+    assert two[0]["quartet2"].count == 2 + 2 * LAYERS  # the eager embedding and head may be, too
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_bytes_of_all_recipes(ranks: int, two: Found, four: Found) -> None:
+    """20 steps of a compiled model under one fully_shard: each weight is gathered once in a step,
+    the head as codes, too."""
+    elements = dict.fromkeys(worker.RECIPES, HIDDEN * 128 / ranks)
+    elements["head"] = HIDDEN * VOCAB / ranks
+    saved = sum((2 - BYTES[worker.RECIPES[name]]) * n for name, n in elements.items())
+    for rank in two if ranks == 2 else four:
+        run, plain = rank["recipes"], rank["recipes.plain"]
+        assert run.bytes == [plain.bytes[0]] * 2 + [plain.bytes[0] - saved] * (worker.MANY - 2)
+        assert run.why == dict.fromkeys(worker.RECIPES, "gathers codes")
 
 
 def test_bytes_to_agree_on(two: Found) -> None:
     """Each forward after the first reduces four numbers for each weight that is gathered as codes,
     and three for others. A run without gather_codes has no such collective."""
-    weights, others = 3 * LAYERS, 2
+    weights, others = 2 * LAYERS, 2
     for rank in two:
         assert rank["quartet2"].reduced[:2] == [0, 12 * (weights + others)]
         assert set(rank["quartet2"].reduced[2:]) == {16 * weights + 12 * others}
@@ -119,26 +131,21 @@ def test_a_killed_run_goes_on(two: Found, afterwards: Found) -> None:
 
 
 def test_all_of_a_compiled_model(two: Found) -> None:
-    """All weights are gathered once, and the head as codes, too. Where blocks are sharded one by
-    one, their hooks break the graph in a loop, and Dynamo skips the head, as without gather_codes.
-    """
-    run, blocks = two[0]["whole"], two[0]["whole_blocks"]
-    elements = HIDDEN * (3 * LAYERS * 128 + VOCAB) // 2
-    assert run.bytes[0] - run.bytes[-1] == (2 - BYTES["quartet2"]) * elements
-    assert set(run.why.values()) == {"gathers codes"} and "head" in run.why
+    """Where blocks are sharded one by one, their hooks break the graph in a loop, and Dynamo skips
+    the head, as without gather_codes."""
+    blocks = two[0]["whole_blocks"]
     assert blocks.bytes == two[0]["quartet2"].bytes[: len(blocks.bytes)]
     assert blocks.why["head"].startswith("not seen: no compiled graph")
 
 
 def test_reasons(two: Found, four: Found) -> None:
-    square, switched = two[0]["uneven_square"].why, two[0]["switched"].why
+    square, changed = two[0]["evaluated"].why, two[0]["changed"].why
     values = "gathers values: a rank has 40 of its rows, and a block spans 16"
     assert square["layers.0.up"] == values and square["layers.0.down"] == "gathers codes"
-    assert switched["layers.0.up"] == "gathers values: fprop is in bf16"
-    for name in ("by_hand", "offloaded"):
-        assert two[0][name].why["layers.0.up"] == "gathers codes"
+    assert changed["layers.0.up"] == "gathers values: fprop is in bf16"
+    assert two[0]["offloaded"].why["layers.0.up"] == "gathers codes"
     assert "reshard_after_forward is an int" in four[0]["to_two"].why["layers.0.up"]
-    assert four[0]["to_two"].count == 0 and four[0]["hsdp"].count == 8
+    assert four[0]["to_two"].count == 0 and four[0]["hsdp"].count == 2 + 2 * LAYERS
     assert four[0]["two_dimensional"].why["layers.0.down"] == "gathers codes"
     for name in ("experts.up", "experts.down"):
         for run in (two[0]["experts_rows"], four[0]["expert_parallel"]):
@@ -158,31 +165,35 @@ def test_bytes_of_experts(name: str, ranks: int, per: str, two: Found, four: Fou
 
 def test_bytes_of_columns_and_of_tensor_parallel_parts(two: Found, four: Found) -> None:
     run = two[0]["fp32_columns"]
-    elements = 2 * LAYERS * 3 * HIDDEN * 128 // 2
-    assert run.bytes[0] - run.bytes[-1] == (4 - BYTES["quartet2"]) * elements
+    assert run.bytes[0] - run.bytes[-1] == (4 - BYTES["quartet2"]) * PAIR
     run = four[0]["two_dimensional"]
     elements = 2 * LAYERS * 3 * HIDDEN * 128 // 4
     assert run.bytes[0] - run.bytes[-1] == (2 - BYTES["quartet2"]) * elements
+    run = four[0]["hsdp"]
+    assert run.bytes[0] - run.bytes[-1] == (2 - BYTES["quartet2"]) * PAIR
 
 
 def test_codes_are_gathered_again_after_a_change(two: Found) -> None:
     """After graphs that read values, after evaluations, after shards in other tensors."""
     codes = two[0]["quartet2"].bytes[-1]
-    for name in ("switched", "moved", "by_hand", "attached_late", "bf16_masters"):
-        assert two[0][name].bytes[-1] == codes, name
-    kept, uneven = two[0]["accumulated_kept"].bytes, two[0]["uneven_checkpointed"].bytes
-    assert kept[-1] / 2 < codes  # two micro-batches, each gathers once
-    assert uneven[-1] < 0.4 * uneven[0]
     values = two[0]["quartet2.plain"].bytes[0]
+    changed = two[0]["changed"].bytes
+    assert changed[9] == changed[-1] == codes and changed[10] > codes
+    kept, again = two[0]["uneven_kept"].bytes, two[0]["uneven_checkpointed"].bytes
+    assert again[-1] < 0.45 * again[0]
+    assert again[0] - again[-1] == 2 * (kept[0] - kept[-1])  # one gather in a micro-batch, not two
     assert two[0]["not_compiled"].bytes[-1] == values
-    assert two[0]["attached_late"].bytes[:5] == [*[values] * 4, codes]
-    assert max(two[0]["evaluated"].bytes[2:]) < codes < two[0]["switched"].bytes[4]
+    assert two[0]["attached_late"].bytes == [*[values] * 4, codes]
+    run, plain = two[0]["evaluated"].bytes, two[0]["evaluated.plain"].bytes
+    down = LAYERS * HIDDEN * 80  # the one that is gathered as codes
+    saved = [a - b for a, b in zip(plain, run, strict=True)]
+    assert saved == [0, *[(2 - BYTES["nvfp4"]) * down] * 5]  # evaluations are forwards, too
 
 
 @pytest.mark.parametrize(
     ("name", "weights", "left", "per"),
     [
-        ("in_graph", (LAYERS * 3 - 1) * HIDDEN * 128 // 2, HIDDEN * 128 // 2, "quartet2"),
+        ("in_graph", 2 * HIDDEN * 128 // 2, HIDDEN * 128 // 2, "quartet2"),
         ("in_graph_experts", 2 * EXPERTS * INNER * WIDTH // 2, 0, "nvfp4"),  # layers share a graph
     ],
 )
@@ -198,8 +209,8 @@ def test_a_gather_in_the_graph_is_of_codes(
         assert not any("gathers" in why for why in rank[f"{name}.plain"].why.values())
         values = "gathers values: something besides quantizers reads the gathered weight"
         why = rank[name].why
-        assert [m for m in why if why[m] == values] == (["layers.1.down"] if left else [])
-        assert list(why.values()).count("gathers codes") == (LAYERS * 3 - 1 if left else 2)
+        assert [m for m in why if why[m] == values] == (["layers.0.down"] if left else [])
+        assert list(why.values()).count("gathers codes") == 2
 
 
 def test_a_rank_that_can_t_compile_gathers_codes_as_the_others_do(two: Found) -> None:
@@ -208,15 +219,15 @@ def test_a_rank_that_can_t_compile_gathers_codes_as_the_others_do(two: Found) ->
     for rank, errors in zip(two, ([], ["planted)", "planted in a call)"]), strict=True):
         found, run = rank["not_compilable"].notes["warnings"], rank["not_compilable"]
         assert run.bytes == rank["quartet2"].bytes[:4]
-        text = "'layers.0.gate.weight' and others of its layer failed to compile, or in its first "
+        text = "'layers.0.up.weight' and others of its layer failed to compile, or in its first "
         for message, error in zip(found, errors, strict=True):
             assert text in message and f"call (RuntimeError: {error}" in message
 
 
 def test_a_gather_by_hand_gives_values(two: Found) -> None:
     for rank in two:
-        assert rank["by_hand"].notes["weight"].count_nonzero() > 0
-        own, plain = (rank[key].notes["weight"] for key in ("by_hand", "by_hand.plain"))
+        assert rank["evaluated"].notes["weight"].count_nonzero() > 0
+        own, plain = (rank[key].notes["weight"] for key in ("evaluated", "evaluated.plain"))
         assert torch.equal(own, plain)
 
 
@@ -235,7 +246,7 @@ def test_a_gather_by_hand_gives_values(two: Found) -> None:
             "attach",
             ["rank 0 called it, and rank 1 not", "rank 0 called it, and rank 1 not"],
         ),
-        ("model", ["on a model with 8 weights", "on a model with 3 weights"]),
+        ("model", ["on a model with 6 weights", "on a model with 2 weights"]),
     ],
 )
 def test_faults_are_errors_on_all_ranks(fault: str, messages: list[str], afterwards: Found) -> None:
