@@ -80,7 +80,7 @@ def in_graph(attach: Attach) -> Run:
     layer.gate = InGraph(layer.gate, mesh, functional=False)
     layer.up = InGraph(layer.up, mesh, functional=True)
     layer.down = InGraph(layer.down, mesh, functional=True, read=True)
-    return _recorded(model, [model], attach, "quartet2", of_tokens)
+    return _recorded(model, [model], attach, "quartet2", of_tokens, inner="inductor")
 
 
 def in_graph_experts(attach: Attach) -> Run:
@@ -93,13 +93,18 @@ def in_graph_experts(attach: Attach) -> Run:
 
 
 def _recorded(
-    model: nn.Module, parts: list[Any], attach: Attach, recipe: str, loss: Callable[..., Tensor]
+    model: nn.Module,
+    parts: list[Any],
+    attach: Attach,
+    recipe: str,
+    loss: Callable[..., Tensor],
+    inner: str = "eager",
 ) -> Run:
     """parts: the modules to compile. Without gather_codes the pass that moves the quantizers before
     the gathers is disabled. notes: the bytes that a rank sends in the gathers of the compiled
     graphs."""
     with tempfile.TemporaryDirectory() as folder:
-        options = {"inner": "eager", "recipe": recipe, "dump": folder}
+        options = {"inner": inner, "recipe": recipe, "dump": folder}
         options["policy"] = {"head": "bf16"}
         options["disable_passes"] = ["quantize_shards"] if attach is no_attach else []
         for part in parts:
