@@ -29,7 +29,7 @@ from q2compile.runtime_kernels.kernel_states import rejected
 
 LOG = logging.getLogger("q2compile")
 SECONDS = 60.0  # a check may take: Triton compiles in some
-MOST = 5.0  # times longer, on a busy machine
+MOST_SLOWDOWN = 5.0  # of a busy machine, for which a check gets more time
 _LATER = 0.25  # of that, once one took longer: the next may well hang, too
 _STARTING = 180.0  # seconds for Python, torch and the first use of the device
 _IDLE = 20.0  # seconds, after which a child is ended: it holds memory of the device
@@ -64,7 +64,7 @@ def _slowdown() -> float:
         load = os.getloadavg()[0]
     except (AttributeError, OSError):
         return 1.0
-    return min(max(1.0, load / (os.cpu_count() or 1)), MOST)
+    return min(max(1.0, load / (os.cpu_count() or 1)), MOST_SLOWDOWN)
 
 
 class _Child:

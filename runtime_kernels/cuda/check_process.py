@@ -20,7 +20,7 @@ from q2compile.runtime_kernels.cuda.check_child import (
     BEGUN,
     ENDED,
     LOST,
-    MOST,
+    MOST_SLOWDOWN,
     READY,
     SECONDS,
     UNABLE,
@@ -39,7 +39,8 @@ class _ToParent:
         self._channel.flush()
 
     def begun(self, request: Request) -> None:
-        faulthandler.dump_traceback_later(2 * MOST * SECONDS, exit=True)  # whose parent is gone
+        left_alone = 2 * MOST_SLOWDOWN * SECONDS  # its parent is gone
+        faulthandler.dump_traceback_later(left_alone, exit=True)
         self.send(BEGUN, request)
 
     def ended(self, request: Request, result: Result) -> None:
