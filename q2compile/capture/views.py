@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from q2compile.torch_internals.dynamo import attribute_read, is_gather, is_to_local
+from q2compile.torch_internals.dynamo import attribute_read, dtensor_method, is_gather
 
 aten = torch.ops.aten
 
@@ -21,7 +21,6 @@ _VIEW_METHODS = frozenset(
     + ["view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous", "detach"]
     + ["narrow", "chunk", "split", "unbind", "select", "clone"]
     + ["to", "type", "type_as", "bfloat16", "half", "float", "double", "cpu", "cuda"]
-    + ["to_local", "redistribute"]  # of a DTensor: its part on this rank, or all of it
 )
 _VIEW_FUNCTIONS = frozenset(
     [torch.t, torch.transpose, torch.permute, torch.swapaxes, torch.swapdims, torch.movedim]
@@ -59,15 +58,17 @@ def viewed(node: fx.Node) -> Any:
 
 def is_view_or_cast(node: fx.Node) -> bool:
     """Whether ``node`` is its first argument, seen or stored otherwise."""
+    if node.op not in ("call_method", "call_function"):
+        return False
+    if dtensor_method(node):  # its part on this rank, or all of it
+        return True
     if node.op == "call_method":
         return node.target in _VIEW_METHODS
-    if node.op != "call_function":
-        return False
     if attribute_read(node) in ("T", "mT", "H", "mH", "data"):
         return True
     if node.target is operator.getitem:  # rows chosen by a tensor are a look-up: an activation
         return not any(isinstance(i, fx.Node) and _is_tensor(i) for i in tree_leaves(node.args[1]))
-    return called(node) in _VIEW_FUNCTIONS or is_to_local(node) or is_gather(node)
+    return called(node) in _VIEW_FUNCTIONS or is_gather(node)
 
 
 def transposes(node: fx.Node) -> bool:

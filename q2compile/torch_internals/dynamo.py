@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -282,10 +282,13 @@ _ATTRIBUTES = {
 }
 
 
-def is_to_local(node: fx.Node) -> bool:
-    """Whether ``node`` is DTensor.to_local by a function of Dynamo's own, which has the placements
-    inside: so in older versions; in 2.13 it is a call of the method."""
-    return getattr(node.target, "__name__", "") == "prim_to_local"
+def dtensor_method(node: fx.Node) -> Literal["to_local", "redistribute"] | None:
+    """Which of these methods of a DTensor ``node`` is: a call of it, or of a function of Dynamo's
+    own that has the placements inside, as in torch 2.11."""
+    name = getattr(node.target, "__name__", node.target)
+    if name in ("to_local", "prim_to_local"):
+        return "to_local"
+    return "redistribute" if name in ("redistribute", "prim_redistribute") else None
 
 
 def is_gather(node: fx.Node) -> bool:

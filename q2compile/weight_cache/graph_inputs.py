@@ -16,7 +16,7 @@ from q2compile.capture.module_tree import named_modules
 from q2compile.capture.views import example, is_view_or_cast, transposes, viewed
 from q2compile.errors import ConfigError
 from q2compile.recipes.recipe import Recipe, parse
-from q2compile.torch_internals.dynamo import compiling_apart, copied, is_to_local, parameter_of
+from q2compile.torch_internals.dynamo import compiling_apart, copied, dtensor_method, parameter_of
 from q2compile.torch_internals.fsdp import local_part
 from q2compile.torch_internals.optimizer_steps import look_up_optimizers
 from q2compile.torch_internals.private_names import FakeTensor
@@ -181,11 +181,11 @@ def is_seen_through(node: Any) -> bool:
         return False
     if not all(isinstance(n.meta.get("example_value"), Tensor) for n in (node, viewed(node))):
         return False
-    if transposes(node) or is_to_local(node) or node.target == "to_local":
+    if transposes(node) or dtensor_method(node) == "to_local":
         return True
     before, after = local_part(example(viewed(node))), local_part(example(node))
     same_type = type(example(viewed(node))) is type(example(node))  # redistribute moves data
-    is_cast = node.target != "redistribute" and same_type
+    is_cast = dtensor_method(node) != "redistribute" and same_type
     return is_cast and before.shape == after.shape and before.stride() == after.stride()
 
 

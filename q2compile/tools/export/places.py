@@ -22,7 +22,7 @@ from torch.fx.node import map_arg
 
 from q2compile.capture.matmul import Matmul
 from q2compile.capture.views import example, viewed
-from q2compile.torch_internals.dynamo import attribute_read, is_to_local
+from q2compile.torch_internals.dynamo import attribute_read, dtensor_method
 from q2compile.torch_internals.private_names import FakeTensorMode
 from q2compile.torch_internals.storage import share_storage
 
@@ -94,7 +94,7 @@ def _replayed(found: Matmul) -> tuple[Tensor, Tensor] | str:
     with FakeTensorMode(), torch.no_grad():
         root = seen = torch.empty(example(node).shape)
         for step in reversed(chain):
-            if is_to_local(step) or step.target == "to_local":
+            if dtensor_method(step):
                 return "the weight is a rank's part of a DTensor, taken by the model itself"
             seen = _same_storage(seen, _applied(step, seen))
         for method, args in found.w_views:

@@ -36,6 +36,7 @@ K, N, BATCH, SEQ = 128, 256, 4, 32
 R, P, S0, S1, S2 = Replicate(), Partial(), Shard(0), Shard(1), Shard(2)
 
 Placements = list[Placement]
+EAGER = {"inner": "eager", "strict": True}
 
 # Before 2.13 torch flattens the x of a linear, and DTensor raises an error if it is sharded along
 # the sequence.
@@ -223,10 +224,28 @@ class ExpertParallel(nn.Module):
         return torch._grouped_mm(x, self.w.to_local().transpose(-2, -1), offs=offs)
 
 
+class Gathered(nn.Module):
+    """A weight that the model gathers itself, in the dtype of x."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        w = torch.randn(N // 4, K)
+        self.w = nn.Parameter(DTensor.from_local(w, mesh_of(1), [S0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        w = self.w.redistribute(placements=[R], forward_dtype=x.dtype)
+        return nn.functional.linear(x, w.to_local(grad_placements=[P]))
+
+
+def test_a_weight_that_the_model_gathers() -> None:
+    (row,) = explain(Gathered(), torch.randn(8, K, dtype=torch.bfloat16), options=EAGER).rows
+    assert (row.module, row.taken, row.shape) == ("w", True, (8, N, K))
+
+
 def test_a_ranks_experts_out_of_a_dtensor() -> None:
     model, offs = ExpertParallel(), torch.tensor([9, 40], dtype=torch.int32)
     x = torch.randn(40, K, dtype=torch.bfloat16, requires_grad=True)
-    (row,) = explain(model, x, offs, options={"inner": "eager", "strict": True}).rows
+    (row,) = explain(model, x, offs, options=EAGER).rows
     assert (row.module, row.taken, row.shape) == ("w", True, (2, 40, N, K))
     compiled = torch.compile(model, backend="quartet2", options={"inner": "eager"})
     dy = torch.randn(40, N, dtype=torch.bfloat16)
