@@ -18,7 +18,7 @@ from torch._inductor.virtualized import V
 from q2compile.lowering import gathered, gemm, launches
 from q2compile.lowering.inductor_kernels import quantize
 from q2compile.lowering.member import OpCall
-from q2compile.lowering.prologue import fused_gate_up, fused_launches
+from q2compile.lowering.prologue import fused_launches
 from q2compile.runtime_kernels.ops.table import (
     DEQUANTIZE,
     GATHER_ROWS,
@@ -37,7 +37,6 @@ Step = Callable[[OpCall], Any]  # the lowered outputs; None: the next step is tr
 
 LOWERINGS: dict[str, tuple[Step, ...]] = {
     QUANTIZE: (
-        fused_gate_up.gate_and_up,  # our kernel computes gate and up of its operand
         fused_launches.prologue,  # our kernel computes its operand
         quantize.inductor_kernel,  # Inductor's kernel computes both
         launches.launch,  # our kernel reads its operand, or the reference does

@@ -15,7 +15,6 @@ from torch import fx
 from torch._inductor.virtualized import V
 
 from q2compile.lowering.member import Member
-from q2compile.lowering.prologue.expressions import Prologue
 from q2compile.runtime_kernels.ops.launch_groups import LAUNCH_GROUP, adjacent_quantizers
 from q2compile.runtime_kernels.ops.table import quantizer_of
 
@@ -42,7 +41,6 @@ class LoweringState:
     gathered     gathered rows of those, by that node and the q2.gather_rows node
     ungathered   the arguments of a q2.gather_rows (codes, scales, rows), by its node
     made         outputs of a quantizer that an earlier one's kernel computes (fused_launches.py)
-    gate_and_up  the prologue expression of a grouped quantizer's operand (fused_gate_up.py)
     known        results of `once`
     """
 
@@ -53,7 +51,6 @@ class LoweringState:
     gathered: dict[tuple[fx.Node, fx.Node], Any] = field(default_factory=dict)
     ungathered: dict[fx.Node, tuple[Any, Any, Any]] = field(default_factory=dict)
     made: dict[fx.Node, tuple[Any, ...]] = field(default_factory=dict)
-    gate_and_up: dict[fx.Node, Prologue] = field(default_factory=dict)
     known: dict[Hashable, Any] = field(default_factory=dict)
 
     def once(self, key: Hashable, work: Callable[[], Any]) -> Any:

@@ -6,6 +6,5 @@ expressions.py      from an expression of Inductor's to a prologue expression fo
 index_ways.py       the reads that it supports; shorter_steps.py shorter forms of its steps
 fusion_rule.py      when fusing pays
 fused_launches.py   the step of the lowering
-fused_gate_up.py    the same for experts, whose operand is gate and up side by side
 concatenated.py     concatenations that a quantizer reads: one kernel writes all parts
 """

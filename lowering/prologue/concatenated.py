@@ -20,7 +20,6 @@ from torch import fx
 from torch._inductor import ir
 from torch._inductor.virtualized import V
 
-from q2compile.lowering.prologue.fused_gate_up import fused_concatenation
 from q2compile.runtime_kernels.ops.fusing import MAY_FUSE
 from q2compile.runtime_kernels.ops.table import quantizer_of
 from q2compile.torch_internals.patches import replaces
@@ -37,9 +36,6 @@ def lowering_of_cat(own: Any) -> Any:
         node = V.current_node
         if node.target is not _aten.cat.default:  # another lowering's call of this one
             return own(inputs, dim)
-        computed = fused_concatenation(node, inputs)
-        if computed is not None:
-            return computed
         if _is_read_by_calls(node) and _fuse_into_one_kernel(inputs):
             rank = len(inputs[0].get_size())
             return ir.TensorBox(ir.ConcatKernel.create(inputs, dim % rank))

@@ -17,7 +17,7 @@ expects that to pay. It reads dh, u and g once. Otherwise they are two calls, wh
 Not fused:
 
 - an operand with another reader (a residual that is saved), which is written anyway;
-- a quantizer with dbias, whose kernel reads its operand from memory;
+- a quantizer with dbias or in groups, whose kernel reads its operand from memory;
 - a graph with a C++ wrapper;
 - any, on a GPU where the self-check of a small fused kernel has failed (cuda/quantize/fused.py).
 """
@@ -162,9 +162,9 @@ def _fused(calls: Sequence[QuantizerNode]) -> list[tuple[Any, ...]]:
         readers = other_readers(node)
         if readers:
             raise CannotFuse(f"{', '.join(readers)} read the operand, too")
-    made = [quantized(each) for each in calls]
+    made = [_quantized(each) for each in calls]
     found = prologue_of(*(quantizer.x for _, quantizer in calls))
-    raise_unless_it_pays(found.expression, calls[0])
+    _raise_unless_it_pays(found.expression, calls[0])
     device = calls[0].call.x.get_device_or_error()
     if device.type == "cuda":
         fused.prepare(found.expression, made[0].keywords, device.index)
@@ -174,7 +174,7 @@ def _fused(calls: Sequence[QuantizerNode]) -> list[tuple[Any, ...]]:
     return [each.outputs for each in made]
 
 
-def quantized(quantizer: QuantizerNode) -> FusedQuantizer:
+def _quantized(quantizer: QuantizerNode) -> FusedQuantizer:
     """The quantizer to fuse, without buffers yet."""
     node, call = quantizer
     in_memory = {
@@ -190,11 +190,11 @@ def quantized(quantizer: QuantizerNode) -> FusedQuantizer:
     return FusedQuantizer(node, keywords, results, wanted, [])
 
 
-def raise_unless_it_pays(expression: PrologueExpression, quantizer: QuantizerNode) -> None:
+def _raise_unless_it_pays(expression: PrologueExpression, quantizer: QuantizerNode) -> None:
     """Raises CannotFuse if fusing would not pay, or the kernel's self-check has failed."""
     node, call = quantizer
     operands = len(expression.results)
-    device = call.x.meta["val"].device if isinstance(call.x, fx.Node) else call.x.get_device()
+    device = call.x.get_device()
     index = device.index or 0
     _, keywords = call.written()
     capability = torch.cuda.get_device_capability(device)[0]

@@ -117,7 +117,7 @@ class FusedCallSite:
     ) -> BoundCall | None:
         """None where our kernels do not serve the call: Inductor's caches may come from a process
         with other kernels."""
-        like = inputs[0].new_empty((0, self._prologue.width), dtype=self._prologue.dtype)
+        like = inputs[0].new_empty((0, self._prologue.cols), dtype=self._prologue.dtype)
         if serving(QUANTIZE, fused.call_of(calls[0]).replace(x=like).positional).launching is None:
             return None
         plan = fused.fused_plan(self._prologue, inputs, sizes, calls)

@@ -45,14 +45,6 @@ def test_small_ones_agree_with_the_reference(both, scheme, transform) -> None:
             assert fused.disagreement(device, keywords, 2) is None
 
 
-@pytest.mark.parametrize("scheme", [EDEN, EDEN + "@bf16", EDEN + "@32x4x4", "nvfp4_sr_pow2"])
-def test_halves_of_groups_agree_with_the_reference(scheme) -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
-    _, keywords = calls.grouped_both(None, ..., ..., ..., ..., scheme, "rht128").written()
-    if fused.no_pair(fused.representative(2, True), keywords, device.index) is None:
-        assert fused.disagreement(device, keywords, 2) is None
-
-
 def test_quest_agrees_with_the_reference() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     _, keywords = calls.masked(None, "mxfp4_quest", "h32").written()

@@ -45,7 +45,7 @@ from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
 from q2compile.runtime_kernels.cuda.transpose import transpose_launch
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED, get_scheme
 from q2compile.runtime_kernels.numerics.transforms import get_transform
-from tests.support.prologue_expressions import GATE_AND_UP, GATED, SWIGLU, fused_launch
+from tests.support.prologue_expressions import GATED, SWIGLU, fused_launch
 
 # The counts of a kernel for an architecture:
 #   spills: loads and stores of local memory
@@ -227,16 +227,13 @@ _BACKWARD = {
 }
 FUSED = {
     f"fused {name} {kind}": fused_launch(expression, *_BACKWARD[kind])
-    for (name, expression), kind in product(
-        (("swiglu", SWIGLU), ("gated", GATED), ("gate and up", GATE_AND_UP)), _BACKWARD
-    )
-    if expression is not GATE_AND_UP or "eden" in kind
+    for (name, expression), kind in product((("swiglu", SWIGLU), ("gated", GATED)), _BACKWARD)
 }
 # On sm_90a all of them, elsewhere those with two results from one read.
 FUSED_CASES = [
     (name, architecture)
     for name, architecture in product(FUSED, limits.ARCHITECTURES.values())
-    if architecture == "sm_90a" or "gate and up" in name or name == "fused gated eden"
+    if architecture == "sm_90a" or name == "fused gated eden"
 ]
 
 # ---- counts --------------------------------------------------------------------------------------

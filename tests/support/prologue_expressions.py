@@ -67,21 +67,6 @@ ROPE = _expression(
     *(("mul", 5, 6), ("constant", "0x0.0p+0", "float"), ("neg", 7), ("where", 4, 7, 9)),
     *(("fma", 0, 1, 10), ("add", 11, 8)),
 )
-# As GATED, of gate and up side by side and a mask of tokens: the halves of one matrix.
-GATE, TOKEN = "(c + (1536 * r))", ("load", 2, "r", "one", -1)
-GATE_AND_UP = PrologueExpression(
-    BF16,
-    *("65536", 768, (BF16, BF16, torch.bool), (), False),
-    (
-        *(("load", 0, "(c + (768 * r))", "lanes", -1), ("load", 1, f"(768 + {GATE})", "lanes", -1)),
-        ("load", 1, GATE, "lanes", -1),
-        *SWIGLU.steps[3:],
-        *(("mul", 0, 7), TOKEN, ("constant", "0x0.0p+0", "float")),
-        *(("where", 11, 12, 9), ("where", 11, 12, 10)),
-    ),
-    results=(13, 14),
-    gate_and_up=True,
-)
 DROPOUT = _expression((BF16, torch.bool), *_loads(0, 1), ("cast", 1, "float"), ("mul", 0, 2))
 CAST = _expression((torch.float32,), *_loads(0))
 EXPRESSIONS = {
@@ -94,7 +79,6 @@ EXPRESSIONS = {
     "rope": ROPE,
     "dropout": DROPOUT,
     "cast": CAST,
-    "gate and up": GATE_AND_UP,
 }
 
 
@@ -102,7 +86,5 @@ def fused_launch(
     expression: PrologueExpression, scheme: str, directions: tuple[bool, bool]
 ) -> Launch:
     """The quantizer that rotates and rounds what the expression computes."""
-    how = {"prologue": expression, "grouped": expression.gate_and_up}
-    return rotate_launch(
-        SOURCES[BF16], get_transform("rht128"), get_scheme(scheme), *directions, **how
-    )
+    transform, spec = get_transform("rht128"), get_scheme(scheme)
+    return rotate_launch(SOURCES[BF16], transform, spec, *directions, prologue=expression)

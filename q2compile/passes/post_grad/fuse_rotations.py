@@ -35,18 +35,12 @@ def fuse_rotations_pass(graph: fx.Graph) -> int:
     The lowering of the first then knows both operands. If they are not fused, the order changes
     nothing: Inductor computes an expression where it is read.
 
-    For experts, dg and du are concatenated to one operand, which a grouped quantizer may compute:
-
-        before   quantize(cat([dg, du], 1), rowwise, columnwise, offs=...)
-        after    the same, marked
-
     Precondition: it is the last pass, since the others replace such nodes.
 
     Exact: nothing is computed otherwise.
     """
     notes: list[str] = []
-    calls = {node: call for node, call in quantizers(graph) if call.spec.is_fusable}
-    found = [node for node, call in calls.items() if _may_fuse(call)]
+    found = [node for node, call in quantizers(graph) if _may_fuse(call)]
     sources = [_made_from(node) for node in found]
     near = _with_a_source_in_common(sources)
     for node, own, others in zip(found, sources, near, strict=True):
@@ -60,14 +54,7 @@ def fuse_rotations_pass(graph: fx.Graph) -> int:
             share_inputs = _mostly_in(sources[i], sources[j]) and _mostly_in(sources[j], sources[i])
             if share_inputs and _moved_ahead(second, first):
                 first.meta[PAIR] = second.meta[PAIR] = i
-    halved = [
-        node
-        for node, call in calls.items()
-        if call.grouped and call.rowwise and _is_concatenation(call.x)
-    ]
-    for node in halved:
-        node.meta[MAY_FUSE] = notes
-    return len(found) + len(halved)
+    return len(found)
 
 
 def fusion_notes(graph: fx.Graph) -> list[str]:
@@ -75,15 +62,14 @@ def fusion_notes(graph: fx.Graph) -> list[str]:
     return next((node.meta[MAY_FUSE] for node in graph.nodes if MAY_FUSE in node.meta), [])
 
 
-def _is_concatenation(node: fx.Node) -> bool:
-    return node.target is torch.ops.aten.cat.default and len(node.users) == 1
-
-
 def _may_fuse(call: QuantizerCall) -> bool:
     """Not rowwise quantizers without rotation or mask: those are Inductor kernels, which fuse
-    already. For grouped quantizers, only rowwise and columnwise ones of a concatenation, see above.
-    """
-    return not call.grouped and (call.masked or call.rotated or call.columnwise)
+    already. Not grouped ones, whose kernel reads its operand."""
+    return (
+        call.spec.is_fusable
+        and not call.grouped
+        and (call.masked or call.rotated or call.columnwise)
+    )
 
 
 def _are_alike(first: fx.Node, second: fx.Node) -> bool:

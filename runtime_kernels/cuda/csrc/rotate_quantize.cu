@@ -20,7 +20,6 @@
 //   Q2_PROLOGUE    x is computed by a prologue expression (prologue.cuh) instead of read
 //   Q2_ROTATES_ROWS  0: only the columnwise operand is rotated
 //   Q2_OPERANDS    2: x stands for two matrices, from one read, each with outputs and seeds of its own
-//   Q2_GATE_AND_UP  besides: the two are the left and right half of one matrix, of whole tiles each
 //   Q2_BATCH       a batched launch: blockIdx.y is the matrix, each has thread blocks of its own
 //   Q2_DEQUANTIZED dequantized operands, bf16 [M, Kp] and [K, Mp], instead of codes and scales
 //                  (dequantized.cuh); `largest` is followed by the smallest raw scale above 0, less 1
@@ -317,7 +316,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
   look_up(p, tile, 0);
   look_up(p, walk.after(tile), 1);
 #pragma unroll 1
-  for (int i = 0; kSigned && i < kMatrices; ++i) make_masks(p.of[i], masks[i]);
+  for (int i = 0; kSigned && i < kOperands; ++i) make_masks(p.of[i], masks[i]);
   if (kRule == EXACT) await_previous_kernel();  // AMAX, which left its results in `largest`
   Common rows = {}, cols = {};
   if (kRows) rows = common_of(p, p.of[0].rowwise, Q2_ROTATES_ROWS ? p.norm : 1.0f);
@@ -354,19 +353,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
     // One body for both operands: twice as much code would not fit into the instruction cache.
 #pragma unroll 1
     for (int i = 0; i < kOperands; ++i) {
-      const int matrix = kGateAndUp ? 0 : i;
-      const Directions& of = p.of[matrix];
-      const Tile at = kGateAndUp ? Tile{tile.row, tile.col + i * p.cols} : tile;
+      const Directions& of = p.of[i];
       const u32 at_tile = at_stage + i * kTileBytes;
       if (kRows)
-        quantize_lines<false>(p, of.rowwise, masks[matrix], at, held, at_tile, places, rows, extents.rowwise);
-      if (kGrouped && held.tail) store_zeros_columnwise(of.columnwise, at, cols);
+        quantize_lines<false>(p, of.rowwise, masks[i], tile, held, at_tile, places, rows, extents.rowwise);
+      if (kGrouped && held.tail) store_zeros_columnwise(of.columnwise, tile, cols);
       else if constexpr (kCols && kTensorCores)
-        quantize_by_products(p, of.columnwise, at, held, current, iteration, places, cols, extents.columnwise);
+        quantize_by_products(p, of.columnwise, tile, held, current, iteration, places, cols, extents.columnwise);
       else if constexpr (kCols)
-        quantize_lines<true>(p, of.columnwise, masks[matrix], at, held, at_tile, places, cols,
+        quantize_lines<true>(p, of.columnwise, masks[i], tile, held, at_tile, places, cols,
                              extents.columnwise);
-      if (kMatrices == 2) exchange(extents, others);
+      if (kOperands == 2) exchange(extents, others);
     }
     if (kStages == 1) {
       __syncthreads();
@@ -375,5 +372,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
     }
   }
   finish(p.of[0], extents);
-  if (kMatrices == 2) finish(p.of[kMatrices - 1], others);
+  if (kOperands == 2) finish(p.of[kOperands - 1], others);
 }

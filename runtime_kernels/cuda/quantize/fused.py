@@ -2,8 +2,7 @@
 """Calls of q2::quantize whose operand is computed in the kernel (prologue fusion).
 
 Two calls whose operands are computed from the same tensors can be one call, which reads those
-tensors once. For a call in groups, the same kernel computes and quantizes gate and up, the two
-halves of its operand.
+tensors once.
 
 A call is given by its keywords: all arguments of q2::quantize but x.
 
@@ -27,7 +26,6 @@ from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.runtime_kernels.cuda.jit.launch import architecture
 from q2compile.runtime_kernels.cuda.quantize.plan import (
     BoundPrologue,
-    Groups,
     OperandSlots,
     launches,
     quantizer_plan,
@@ -35,7 +33,6 @@ from q2compile.runtime_kernels.cuda.quantize.plan import (
 from q2compile.runtime_kernels.cuda.quantize.prologue_expression import PrologueExpression
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
     SOURCES,
-    TILE,
     has_room_for_two,
     shared_memory,
 )
@@ -45,7 +42,6 @@ from q2compile.runtime_kernels.cuda.selfcheck import (
     difference_of_bits,
     difference_on_any_grid,
 )
-from q2compile.runtime_kernels.numerics.groups import padded_ends
 from q2compile.runtime_kernels.ops.table import QUANTIZE, QuantizerCall
 from q2compile.runtime_kernels.registry import FUSED
 
@@ -82,11 +78,9 @@ def fused_plan(
     calls: for each of its matrices; two have the same scheme and the same transform. The inputs of
         the plan are `inputs`, then the tensors of calls (`tensors_in`).
     """
-    assert not prologue.gate_and_up or prologue.cols % TILE == 0, "no tile lies in both halves"
     count = len(inputs)
     tensors = count + sum(len(tensors_in(keywords)) for keywords in calls)
     operands: list[OperandSlots | None] = []
-    slots: dict[str, BufferSlot] = {}
     tensor, output = count, tensors
     for call in map(call_of, calls):
         given = [name for name, arg in call.args.items() if isinstance(arg, torch.Tensor)]
@@ -100,9 +94,6 @@ def fused_plan(
         tensor += len(given)
         output += len(call.outputs)
     fields: tuple[BufferSlot | int, ...] = (*map(BufferSlot, range(count)), *map(int, sizes))
-    groups = None
-    if call.grouped:
-        groups = Groups(slots["offs"], slots["padded_offs"], call.args["offs"].shape[0])
     return quantizer_plan(
         inputs[0].device.index,
         SOURCES[prologue.dtype],
@@ -112,7 +103,6 @@ def fused_plan(
         operands,
         tensors,
         x=(0, 0, 0),
-        groups=groups,
         prologue=BoundPrologue(prologue, fields),
         rotates_rows=call.rotates_rows,
     )
@@ -135,7 +125,6 @@ def prepare(prologue: PrologueExpression, keywords: Keywords, index: int) -> lis
         room=shared_memory(index),
         vectors=True,
         amax_known=False,
-        grouped=call.grouped,
         prologue=prologue,
         rotates_rows=call.rotates_rows,
     )
@@ -161,7 +150,7 @@ def begin(index: int, keywords: Keywords, operands: int = 1) -> None:
     """Starts that self-check of bf16 operands, unless its result is known; threads compile its
     kernels."""
     request = _request(index, keywords, operands, torch.bfloat16)
-    prologue = representative(operands, call_of(keywords).grouped)
+    prologue = representative(operands)
     one_or_fits = operands == 1 or no_pair(prologue, keywords, index) is None
     if one_or_fits and not checks.is_known(request):
         checks.begin(request, prepare(prologue, keywords, index))
@@ -186,7 +175,7 @@ def disagreement(
     like = call_of(keywords)
     with apart(device):
         inputs = representative_inputs()
-        prologue = representative(operands, like.grouped, dtype)
+        prologue = representative(operands, dtype)
         matrices = prologue.evaluate(inputs)
         calls = [
             {
@@ -195,9 +184,6 @@ def disagreement(
             }
             for n in range(len(matrices))
         ]
-        if like.grouped:
-            ends = torch.tensor([0, 70, 120], dtype=torch.int32)  # ten rows are in no group
-            calls[0] |= {"offs": ends, "padded_offs": padded_ends(ends)}
         quantize = like.spec.overload
         want = [r for x, given in zip(matrices, calls, strict=True) for r in quantize(x, **given)]
         on_device = [t.to(device) for t in inputs]
@@ -226,12 +212,9 @@ _ROWS, _COLS = 130, 264
 
 
 @functools.cache
-def representative(
-    operands: int = 1, gate_and_up: bool = False, dtype: torch.dtype = torch.bfloat16
-) -> PrologueExpression:
+def representative(operands: int = 1, dtype: torch.dtype = torch.bfloat16) -> PrologueExpression:
     """((a + b) * row + c * column) where a mask holds, else 0: sums and products alone, whose bits
-    are the same on every device. The second matrix is the difference of the two products.
-    gate_and_up: both are halves of one, of whole tiles."""
+    are the same on every device. The second matrix is the difference of the two products."""
     index = f"{_COLS}*r + c"
     steps = (
         ("load", 0, index, "lanes", -1),
@@ -253,8 +236,7 @@ def representative(
     )
     inputs = (torch.bfloat16, torch.float32, torch.bfloat16, torch.float32, torch.bool)
     results = (14, 15)[:operands]
-    size = str(_ROWS), 2 * TILE if gate_and_up else _COLS
-    return PrologueExpression(dtype, *size, inputs, (), False, steps, results, gate_and_up)
+    return PrologueExpression(dtype, str(_ROWS), _COLS, inputs, (), False, steps, results)
 
 
 def representative_inputs() -> list[torch.Tensor]:

@@ -206,8 +206,8 @@ def quantizer_plan(
 ) -> LaunchPlan:
     """The plan for CUDA device `index`.
 
-    extents: pitch, rows and columns of x (of the gate half, if a prologue computes gate and up).
-        For codes also: the scales in a row of theirs, and the logarithm of the rows that share one.
+    extents: pitch, rows and columns of x. For codes also: the scales in a row of theirs, and the
+        logarithm of the rows that share one.
     operands: rowwise, columnwise; for two matrices that are computed at once, these of each.
     inputs: how many tensors the op is given.
     x: x or its codes, its scales, its global scale.
@@ -227,9 +227,8 @@ def quantizer_plan(
     across = max(1, ceil_div(k, whole)) * (whole // (threads // 2))
     tiles = ceil_div(height if groups else m, TILE) * across
     parts = max(1, min(tiles, blocks_per_multiprocessor * multiprocessors(index)))
-    width = prologue.expression.width if prologue else k
     of_rows = rotation if rotates_rows else get_transform("none")
-    sizes = (m, padded(width, spec, of_rows)), (width, height)
+    sizes = (m, padded(k, spec, of_rows)), (k, height)
     results = [each and _operand(each, *sizes[i % 2], spec) for i, each in enumerate(operands)]
     norm = _norm(source, rotation)
     present = sorted(filter(None, results), key=lambda operand: operand.slots.first)

@@ -140,7 +140,6 @@ class PrologueExpression:
     sizes: names that indices and rows may contain.
     wide: an index may be 2^31 or more.
     results: the step of each matrix, one or two.
-    gate_and_up: the two matrices are the left and the right half of one, of `cols` columns each.
     """
 
     dtype: torch.dtype
@@ -151,12 +150,6 @@ class PrologueExpression:
     wide: bool
     steps: tuple[Step, ...]
     results: tuple[int, ...]
-    gate_and_up: bool = False
-
-    @property
-    def width(self) -> int:
-        """Columns of a matrix that is quantized."""
-        return 2 * self.cols if self.gate_and_up else self.cols
 
     @property
     def piece(self) -> int:
@@ -204,8 +197,7 @@ class PrologueExpression:
                 value = OPERATIONS[name].torch(*(values[arg] for arg in args))
                 values.append(value.float() if value.is_floating_point() else value)
         made = (values[step].to(self.dtype) for step in self.results)
-        matrices = [matrix.expand(height, self.cols).contiguous() for matrix in made]
-        return [torch.cat(matrices, 1)] if self.gate_and_up else matrices
+        return [matrix.expand(height, self.cols).contiguous() for matrix in made]
 
     def _loaded(self, x: torch.Tensor, args: Sequence[Any], at: dict, values: list) -> torch.Tensor:
         _, index, _, mask = args

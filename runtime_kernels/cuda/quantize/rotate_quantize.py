@@ -175,7 +175,7 @@ def _rotate_launch(
     headers: tuple[tuple[str, str], ...] = ()
     fields = (
         _SOURCE
-        + 2 * _OUTPUT * (1 if prologue and prologue.gate_and_up else defines["Q2_OPERANDS"])
+        + 2 * _OUTPUT * defines["Q2_OPERANDS"]
         + _WALK
         + "P" * defines["Q2_MASKED"]
         + "P" * defines["Q2_SUMS"]
@@ -183,8 +183,6 @@ def _rotate_launch(
     )
     if prologue is not None:
         defines["Q2_PROLOGUE"] = 1
-        if prologue.gate_and_up:
-            defines["Q2_GATE_AND_UP"] = 1
         fields += layout(prologue)
         headers = ((FILE, cuda_source(prologue)),)
     return launch(

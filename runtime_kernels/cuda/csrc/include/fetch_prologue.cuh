@@ -8,8 +8,7 @@ Q2_INLINE void put_pieces(u8* to, const uint4 (&made)[kOperands]) {
   for (int i = 0; i < kOperands; ++i) *(uint4*)(to + i * kTileBytes) = made[i];
 }
 
-// The rows that a tile holds, of which the loads of kRowsAhead are in flight at once.
-template <bool kWhole>
+// The rows of a whole tile, of which the loads of kRowsAhead are in flight at once.
 Q2_INLINE void fetch_rows(const Params& p, const Rows& rows, int col, u8* shared, u32 target) {
   constexpr int kRowStep = kThreads / (kRowBytes / 16);
   int row = threadIdx.x / (kRowBytes / 16);
@@ -17,17 +16,8 @@ Q2_INLINE void fetch_rows(const Params& p, const Rows& rows, int col, u8* shared
   for (int first = 0; first < kTileRows; first += kRowsAhead * kRowStep) {
     uint4 made[kRowsAhead][kOperands];
 #pragma unroll
-    for (int i = 0; i < kRowsAhead; ++i) {
-      int r = row + first + i * kRowStep;
-      if constexpr (kWhole) {
-        evaluate(p.prologue, rows.first + r, col, made[i]);
-      } else {  // without a branch, which loads would not go ahead of; the first row is there
-        bool there = rows.has(r) && col < p.cols;
-        evaluate(p.prologue, there ? rows.at(r) : rows.first, there ? col : 0, made[i]);
-#pragma unroll
-        for (uint4& piece : made[i]) piece = there ? piece : uint4{0, 0, 0, 0};
-      }
-    }
+    for (int i = 0; i < kRowsAhead; ++i)
+      evaluate(p.prologue, rows.first + row + first + i * kRowStep, col, made[i]);
 #pragma unroll
     for (int i = 0; i < kRowsAhead; ++i) {
       int r = first + i * kRowStep;
@@ -44,15 +34,13 @@ Q2_INLINE void fetch_elements(const Params& p, Tile tile, const Rows& rows, u8* 
   constexpr int kPieces = kRowBytes / 16, kRowStep = kThreads / kPieces;
   int col = tile.col + threadIdx.x % kPieces * kPerPiece;
   if (rows.count >= kTileRows && tile.col + kTileCols <= p.cols) {
-    fetch_rows<true>(p, rows, col, shared, places.fetched);
-  } else if (kGrouped && rows.count > 0) {  // one tile of each group
-    fetch_rows<false>(p, rows, col, shared, places.fetched);
+    fetch_rows(p, rows, col, shared, places.fetched);
   } else {
     int row = threadIdx.x / kPieces;
 #pragma unroll 1
     for (int r = 0; r < kTileRows; r += kRowStep) {
       uint4 made[kOperands] = {};
-      if (!kGrouped && row + r < rows.count && col < p.cols)
+      if (row + r < rows.count && col < p.cols)
         evaluate(p.prologue, rows.first + row + r, col, made);
       put_pieces(shared + (places.fetched ^ twist(r)) + r * kRowBytes, made);
     }
@@ -63,5 +51,5 @@ Q2_INLINE void fetch_elements(const Params& p, Tile tile, const Rows& rows, u8* 
 Q2_INLINE void prefetch_elements(const Params& p, Tile tile, const Rows& rows) {
   constexpr int kColumns = 64, kAcross = kTileCols / kColumns;
   int row = threadIdx.x / kAcross, col = tile.col + threadIdx.x % kAcross * kColumns;
-  if (rows.has(row) && col < p.cols) prefetch_lines(p.prologue, rows.at(row), col);
+  if (row < rows.count && col < p.cols) prefetch_lines(p.prologue, rows.first + row, col);
 }

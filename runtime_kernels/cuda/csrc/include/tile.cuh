@@ -26,12 +26,6 @@ constexpr bool kGrouped = Q2_GROUPED;  // columnwise by groups of rows (groups.c
 constexpr bool kSums = Q2_SUMS;        // with dbias: sums of the columns of x
 constexpr bool kVectors = Q2_VECTORS;  // rows of x start on 16 bytes
 constexpr int kOperands = Q2_OPERANDS;  // two: computed from one read, and quantized alike
-#if Q2_GATE_AND_UP
-constexpr bool kGateAndUp = true;  // both are halves of one matrix, left and right
-#else
-constexpr bool kGateAndUp = false;
-#endif
-constexpr int kMatrices = kGateAndUp ? 1 : kOperands;  // that have results of their own
 constexpr int kBatch = Q2_BATCH;  // matrices of a launch, each by thread blocks of its own; or 0
 constexpr bool kPacked = kSource == NVFP4 || kSource == MXFP4;
 constexpr bool kRounded = kSource == ROUNDED;
@@ -117,9 +111,9 @@ struct Params {
   const u8* scales;  // e4m3 [ceil(M / 2^scale_shift), blocks of 16], or e8m0, blocks of 32; or
                      // both swizzled (formats.cuh, swizzled_at)
   const float* source_global;  // or null for 1
-  Directions of[kMatrices];
+  Directions of[kOperands];
   long long pitch;    // elements (packed: bytes) from row to row of x
-  int rows, cols;     // M, K; kGateAndUp: of a half
+  int rows, cols;     // M, K
   int source_blocks;  // kScaled: scales a row of the source
   int scale_shift;    // 0 for blocks of one row, 4 for 16x16, 5 for 32x32
   int tiles, tiles_across;
@@ -147,7 +141,7 @@ static_assert(sizeof(Batch) == Q2_PARAMS_BYTES, "Params differs from its layout 
 static_assert(Q2_ROTATES_ROWS || (kRows && kCols && kSize > 1 && kSize < 128 && Q2_RULE != MS_EDEN),
               "written for rules without a norm behind the codes, and rows in no chunks of 128");
 static_assert(!kSums || (kCols && !kScaled && !kGrouped), "sums are made while x is loaded columnwise");
-static_assert(kOperands == 1 || (!kScaled && !kSums && kStages == 1), "not written for two");
+static_assert(kOperands == 1 || (!kScaled && !kSums && !kGrouped && kStages == 1), "not written for two");
 
 struct __align__(16) Masks {
   // Signs of element pairs (2 bytes each) or of elements: their bits, or as bf16 (kSignsMultiply) or as
@@ -160,7 +154,7 @@ struct __align__(16) Masks {
   float signs[kMixed ? 4 : 128];
 #endif
 };
-__shared__ Masks masks[kMatrices];
+__shared__ Masks masks[kOperands];
 
 // A word of elements in shared memory with its signs, and what it holds.
 Q2_INLINE u32 with_mask(u32 word, u32 mask) {
@@ -319,6 +313,7 @@ Q2_INLINE void fetch_few(u8* to, const u8* source, int n) {
 }
 
 #if Q2_PROLOGUE
+static_assert(!kGrouped, "a prologue computes rows in order");
 #include "fetch_prologue.cuh"
 #else
 // Starts copying a tile of plain elements; what lies outside the matrix becomes 0.
