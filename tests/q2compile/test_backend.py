@@ -2,7 +2,7 @@
 """The backend end to end. Most tests run the graphs with inner="eager"; those about Inductor and
 its caches compile."""
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from pathlib import Path
 
 import pytest
@@ -72,20 +72,6 @@ class Graphs:
         return Counter(call.partition("(")[0] for call in lines if call.startswith("q2."))
 
 
-@pytest.mark.parametrize("inner", ["eager", "inductor"])
-def test_gradients_point_where_the_unquantized_ones_do(inner):
-    """Trap 4: signs that differ between a GEMM's operands give a gradient that is noise, cosine 0,
-    and no error. One draw of a MS-EDEN GEMM has cosine 0.99; through a block they stay over 0.9."""
-    model, x = model_and_input()
-    y, grads = step(model, x, inner=inner)
-    model.zero_grad()
-    own = model(x)
-    own.square().mean().backward()
-    assert F.cosine_similarity(y.flatten(), own.flatten(), 0) > 0.99
-    for grad, parameter in zip(grads, model.parameters(), strict=True):
-        assert F.cosine_similarity(grad.flatten(), parameter.grad.flatten(), 0) > 0.85
-
-
 @pytest.mark.usefixtures("vectors")
 def test_inductor_and_eager_agree():
     """Same codes, same random bits. Inductor only re-associates fp32 pointwise ops and reductions,
@@ -110,7 +96,8 @@ def test_same_seed_same_bits_other_step_other_random_bits():
 
 
 def test_bf16_is_bit_identical_to_plain_inductor():
-    model, x = model_and_input()
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.RMSNorm(64), Attention()), torch.randn(2, 33, 64)
     y, grads = step(model, x, recipe="bf16")
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -128,9 +115,12 @@ def test_graphs_of_a_block(tmp_path):
     Seven linears have 14 operands in fprop; x of q/k/v and of gate/up are each one: 14 - 2 - 1 =
     11. Backward: 7 dgrad + 7 wgrad GEMMs, each with one rotated dy and one requantized operand, and
     all 14 seeds in one draw. x needs no gradient, but the norm in front of q, k, v does.
+
+    Trap 4: signs that differ between a GEMM's operands give a gradient that is noise, cosine 0,
+    and no error. One draw of a MS-EDEN GEMM has cosine 0.99; through a block they stay over 0.9.
     """
     model, x = model_and_input()
-    step(model, x, **EAGER, dump=str(tmp_path))
+    y, grads = step(model, x, **EAGER, dump=str(tmp_path))
     graphs = Graphs(tmp_path)
     assert graphs.ops("1_rewritten") == {"q2.linear": 7}
     assert graphs.ops("2_forward") == {"q2.quantize": 11, "q2.gemm": 7}
@@ -140,18 +130,29 @@ def test_graphs_of_a_block(tmp_path):
     # own gradients, so all seven pair. x of q, k, v and of gate, up is rotated once for all their
     # wgrads: 14 - 2 - 1.
     paired = {"q2.quantize": 7, "q2.requantize": 11, "q2.gemm": 14}
+    assert graphs.ops("4_after_passes_forward") == {"q2.quantize": 11, "q2.gemm": 7}
     assert graphs.ops("4_after_passes_backward") == paired
     assert graphs.text("4_after_passes_backward").count("aten.randint.low") == 1
+    model.zero_grad()
+    own = model(x)
+    own.square().mean().backward()
+    assert F.cosine_similarity(y.flatten(), own.flatten(), 0) > 0.99
+    for grad, parameter in zip(grads, model.parameters(), strict=True):
+        assert F.cosine_similarity(grad.flatten(), parameter.grad.flatten(), 0) > 0.85
 
 
 def test_an_inference_graph_shares_quantizations_too(tmp_path):
-    """Trap: AOTAutograd does no CSE in inference graphs."""
+    """Trap: AOTAutograd does no CSE in inference graphs. Between steps one gives the same bits."""
     model, x = model_and_input()
+    compiled = torch.compile(model, backend="quartet2", options={**EAGER, "dump": str(tmp_path)})
     with torch.no_grad():
-        torch.compile(model, backend="quartet2", options={**EAGER, "dump": str(tmp_path)})(x)
+        y = compiled(x)
     graphs = Graphs(tmp_path)
     assert graphs.ops("2_forward")["q2.quantize"] == 14
     assert graphs.ops("4_after_passes_forward") == {"q2.quantize": 11, "q2.gemm": 7}
+    assert torch.equal(compiled(x), y)
+    with torch.no_grad():
+        assert torch.equal(compiled(x), y)
 
 
 def test_salts_keep_equal_layers_apart(tmp_path):
@@ -230,11 +231,12 @@ def test_equal_options_share_compiled_code():
     """Trap: torch.compile pops keys off the options dict it is given; options are compared as
     data.
     """
-    model, x = model_and_input()
-    options = {**EAGER, "policy": {"*.down": {"dgrad": "bf16"}}}
+    model = nn.Sequential(OrderedDict(up=nn.Linear(64, 128), down=nn.Linear(128, 64)))
+    x = torch.randn(33, 64)
+    options = {**EAGER, "policy": {"*down": {"dgrad": "bf16"}}}
     torch.compile(model, backend="quartet2", options=options)(x)
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    again = {"inner": "eager", "policy": {"*.down": {"dgrad": "bf16"}}}
+    again = {"inner": "eager", "policy": {"*down": {"dgrad": "bf16"}}}
     torch.compile(model, backend="quartet2", options=again)(x)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
     torch.compile(model, backend="quartet2", options={**again, "recipe": "nvfp4"})(x)
@@ -303,14 +305,6 @@ def test_bad_input_through_the_whole_model():
     assert empty.shape == (0, 48) and linear.weight.grad.abs().max() == 0
 
 
-def test_no_grad_between_steps():
-    model, x = model_and_input()
-    compiled = torch.compile(model, backend="quartet2", options=EAGER)
-    y = compiled(x)
-    with torch.no_grad():
-        assert torch.equal(compiled(x), y)
-
-
 def test_both_ways_of_registering_clash():
     """Trap: an entry point and @register_backend raise "duplicate name" if both are used."""
     from torch._dynamo.backends.registry import list_backends, lookup_backend, register_backend
@@ -325,17 +319,18 @@ def test_inductors_global_config_is_not_touched():
     import torch._inductor.config as inductor_config
 
     before = inductor_config.save_config_portable()
-    model, x = model_and_input()
-    step(model, x, inductor={"max_autotune": False}, mode="reduce-overhead")
+    step(
+        nn.Linear(64, 64),
+        torch.randn(32, 64),
+        inductor={"max_autotune": False},
+        mode="reduce-overhead",
+    )
     assert inductor_config.save_config_portable() == before
 
 
 BLOCK_OPS = {
-    # recipe: (forward ops, backward ops) of the seven linears of a Block, after the passes
-    "quartet2": (
-        {"q2.quantize": 11, "q2.gemm": 7},
-        {"q2.quantize": 7, "q2.requantize": 11, "q2.gemm": 14},
-    ),
+    # recipe: (forward ops, backward ops) of the seven linears of a Block, after the passes;
+    # quartet2 is in test_graphs_of_a_block
     # w is quantized once and re-used transposed. One call in the forward quantizes x for fprop and
     # wgrad, one for q, k, v and one for gate, up. (nvfp4 needs two for q, k, v, since their shared
     # seed is drawn behind the first of them.) So the backward quantizes dy alone: by 7 calls for
@@ -367,7 +362,7 @@ BLOCK_OPS = {
 
 
 @pytest.mark.parametrize("recipe", BLOCK_OPS)
-def test_every_recipe_trains_a_block(recipe, tmp_path):
+def test_every_other_recipe_trains_a_block(recipe, tmp_path):
     model, x = model_and_input()
     _, grads = step(model, x, recipe=recipe, **EAGER, dump=str(tmp_path))
     model.zero_grad()

@@ -292,19 +292,13 @@ def _apart(one: Tensor, other: Tensor) -> float:
     return float((one - other).float().norm() / other.float().norm())
 
 
-@pytest.mark.parametrize(
-    ("back", "inner"),
-    [*((b, "eager") for b in BACK), (torchtitan, "inductor")],
-    ids=lambda f: getattr(f, "__name__", f),
-)
-def test_of_a_mixture(back, inner, tmp_path) -> None:
+@pytest.mark.parametrize("back", BACK, ids=lambda f: f.__name__)
+def test_of_a_mixture(back, tmp_path) -> None:
     """Forward, gradient of the tokens and that of the weights. Sums of TOP bf16 values are off by
     TOP roundings, each at most 2^-9 of a partial sum. In eager code only the tokens' gradient
-    differs. Inductor does not round sums in the kernel of the gather, so y differs, too, and some
-    codes of the gradient are rounded the other way. This moves gradients by less than half of the
-    effect of other random bits."""
+    differs."""
     torch._dynamo.reset()
-    options = {"inner": inner, "dump": str(tmp_path)}
+    options = {"inner": "eager", "dump": str(tmp_path)}
     made = step(back, 40, backend="quartet2", options=options)
     records = json.loads((tmp_path / "graph_0" / "passes.json").read_text())
     (joint,) = (r for r in records if (r["graph"], r["name"]) == ("joint", "gather_scattered"))
@@ -314,16 +308,24 @@ def test_of_a_mixture(back, inner, tmp_path) -> None:
     text = (tmp_path / "graph_0" / "3_backward.txt").read_text()
     assert "index_put(" not in text and "scatter_add" not in text and "_unsafe_index" in text
     torch._dynamo.reset()
-    options = {"inner": inner, "disable_passes": ["gather_scattered"]}
-    added = step(back, 40, backend="quartet2", options=options)
+    options = {"inner": "eager", "disable_passes": ["gather_scattered"]}
+    y, tokens, weights = map(_apart, made, step(back, 40, backend="quartet2", options=options))
+    assert y == weights == 0 and tokens <= TOP * 2**-9
+
+
+def test_of_a_mixture_under_inductor() -> None:
+    """Inductor does not round sums in the kernel of the gather, so y differs from the sum of rows
+    that are added one by one, and some codes of the gradient are rounded the other way. This moves
+    gradients by less than half of the effect of other random bits."""
+    options = {"inner": "eager", "disable_passes": ["gather_scattered"]}
+    results = []
+    for seed, how in ((1, {"inner": "inductor"}), (1, options), (2, options)):
+        torch._dynamo.reset()
+        results.append(step(torchtitan, 40, seed=seed, backend="quartet2", options=how))
+    made, added, drawn = results
     y, tokens, weights = map(_apart, made, added)
-    assert y <= TOP * 2**-9
-    if inner == "eager":
-        assert y == weights == 0 and tokens <= TOP * 2**-9
-        return
-    torch._dynamo.reset()
-    drawn = step(back, 40, seed=2, backend="quartet2", options=options)
     _, other_tokens, other_weights = map(_apart, drawn, added)
+    assert y <= TOP * 2**-9
     assert tokens <= other_tokens / 2 and weights <= other_weights / 2
 
 
