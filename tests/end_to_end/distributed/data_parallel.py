@@ -26,15 +26,13 @@ def half(model: torch.nn.Module, call: Any) -> Result:
     return train(model, call, parts=2, part=rank, rounding_seed=rank)
 
 
-def ddp(options: dict[str, Any]) -> Result:
-    model = DistributedDataParallel(new_model())
-    return half(model, torch.compile(model, backend="quartet2", options=options))
+def compiled(model: Any, options: dict[str, Any] | None) -> Any:
+    """None: not compiled, whose collectives are those to compare with."""
+    return model if options is None else torch.compile(model, backend="quartet2", options=options)
 
 
-def ddp_around_the_compiled_model() -> Result:
-    model = DistributedDataParallel(
-        torch.compile(new_model(), backend="quartet2", options=EAGER)  # type: ignore[arg-type]
-    )
+def ddp_around_the_compiled_model(options: dict[str, Any] | None) -> Result:
+    model = DistributedDataParallel(compiled(new_model(), options))
     return half(model, model)
 
 
@@ -43,14 +41,14 @@ def ddp_in_buckets() -> Result:
     first, dist._DEFAULT_FIRST_BUCKET_BYTES = dist._DEFAULT_FIRST_BUCKET_BYTES, 1024
     try:
         model = DistributedDataParallel(new_model(), bucket_cap_mb=0.05)
-        return half(model, torch.compile(model, backend="quartet2", options=EAGER))
+        return half(model, compiled(model, EAGER))
     finally:
         dist._DEFAULT_FIRST_BUCKET_BYTES = first
 
 
-def fsdp(options: dict[str, Any]) -> Result:
+def fsdp(options: dict[str, Any] | None) -> Result:
     model = fully_shard(new_model(), mesh=dist.init_device_mesh("cpu", (2,)))
-    return half(model, torch.compile(model, backend="quartet2", options=options))
+    return half(model, compiled(model, options))
 
 
 def sharded_blocks(model: Model, **kwargs: Any) -> Model:
@@ -63,33 +61,32 @@ def sharded_blocks(model: Model, **kwargs: Any) -> Model:
 def fsdp_blocks(options: dict[str, Any]) -> Result:
     """FSDP's hooks around the blocks break the graph, so each block is a graph, shared by all."""
     model = sharded_blocks(new_model())
-    return half(model, torch.compile(model, backend="quartet2", options=options))
+    return half(model, compiled(model, options))
 
 
-def fsdp_compiled_blocks(checkpointed: bool, recipe: str = "quartet2") -> Result:
+def fsdp_compiled_blocks(options: dict[str, Any] | None, checkpointed: bool = False) -> Result:
     """Each block compiled, then sharded, computing in bf16; the norm and the head stay eager."""
     model = new_model()
-    options = {**SAME_IN_ALL_LAYERS, "recipe": recipe}
     for i, layer in enumerate(model.layers):
         if checkpointed:
             model.layers[i] = checkpoint_wrapper(layer)
-        model.layers[i].compile(backend="quartet2", options=options)
+        if options is not None:
+            model.layers[i].compile(backend="quartet2", options=options)
     sharded_blocks(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     return half(model, model)
 
 
 SCENARIOS: dict[str, Callable[[], Result]] = {
-    "ddp": lambda: ddp(INDUCTOR),
-    "ddp_bf16": lambda: ddp({**EAGER, "recipe": "bf16", "policy": {}}),
-    "ddp_around_the_compiled_model": ddp_around_the_compiled_model,
+    "ddp_around_the_compiled_model": lambda: ddp_around_the_compiled_model(INDUCTOR),
+    "ddp_not_compiled": lambda: ddp_around_the_compiled_model(None),
     "ddp_in_buckets": ddp_in_buckets,
     "fsdp": lambda: fsdp(INDUCTOR),
-    "fsdp_bf16": lambda: fsdp({**EAGER, "recipe": "bf16", "policy": {}}),
+    "fsdp_not_compiled": lambda: fsdp(None),
     "fsdp_blocks": lambda: fsdp_blocks(SAME_IN_ALL_LAYERS),
     "fsdp_blocks_told_apart": lambda: fsdp_blocks(EAGER),
-    "fsdp_compiled_blocks": lambda: fsdp_compiled_blocks(checkpointed=False),
-    "fsdp_compiled_blocks_bf16": lambda: fsdp_compiled_blocks(False, recipe="bf16"),
-    "fsdp_checkpointed_blocks": lambda: fsdp_compiled_blocks(checkpointed=True),
+    "fsdp_compiled_blocks": lambda: fsdp_compiled_blocks(SAME_IN_ALL_LAYERS),
+    "fsdp_blocks_not_compiled": lambda: fsdp_compiled_blocks(None),
+    "fsdp_checkpointed_blocks": lambda: fsdp_compiled_blocks(SAME_IN_ALL_LAYERS, checkpointed=True),
 }
 
 if __name__ == "__main__":

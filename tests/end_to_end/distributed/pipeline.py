@@ -35,7 +35,8 @@ class Stage(nn.Module):
 def one_stage_a_rank() -> Result:
     rank, result, report = dist.get_rank(), Result(), Report()
     module = Stage(new_model(), rank)
-    module.compile(backend="quartet2", options={"inner": "eager"})
+    options = {"inner": "eager", "policy": {"head": "bf16"}}
+    module.compile(backend="quartet2", options=options)
     stage = PipelineStage(module, rank, LAYERS, torch.device("cpu"))
     schedule = Schedule1F1B(stage, n_microbatches=MICRO_BATCHES, loss_fn=loss_of)
     optimizer = torch.optim.AdamW(module.parameters(), lr=3e-3, foreach=False)

@@ -40,19 +40,21 @@ from several_gpus import Redundant
 EAGER: dict[str, Any] = {"inner": "eager"}
 
 
-def tensor_parallel(mesh: DeviceMesh, inner: int = INNER, local: bool = True) -> Model:
+def tensor_parallel(
+    mesh: DeviceMesh, inner: int = INNER, local: bool = True, layers: int = LAYERS
+) -> Model:
     """Column- and row-wise blocks; norms and head are computed redundantly. local: the activations
     between up and down are plain tensors."""
     column = ColwiseParallel(use_local_output=local)
     plan: dict[str, ParallelStyle] = {"norm": Redundant(), "head": Redundant()}
-    for i in range(LAYERS):
+    for i in range(layers):
         plan[f"layers.{i}.norm"] = Redundant()
         plan[f"layers.{i}.gate"] = plan[f"layers.{i}.up"] = column
         plan[f"layers.{i}.down"] = RowwiseParallel()
-    return parallelize_module(new_model(inner), mesh, plan)  # type: ignore[return-value]
+    return parallelize_module(new_model(inner, layers), mesh, plan)  # type: ignore[return-value]
 
 
-def sequence_parallel(mesh: DeviceMesh) -> Model:
+def sequence_parallel(mesh: DeviceMesh, layers: int = LAYERS) -> Model:
     """Between the matmuls each rank has half of every sequence; the vocabulary is cut, too."""
     column = ColwiseParallel(input_layouts=Shard(1))
     plan: dict[str, ParallelStyle] = {
@@ -60,23 +62,28 @@ def sequence_parallel(mesh: DeviceMesh) -> Model:
         "norm": SequenceParallel(),
         "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
     }
-    for i in range(LAYERS):
+    for i in range(layers):
         plan[f"layers.{i}.norm"] = SequenceParallel()
         plan[f"layers.{i}.gate"] = plan[f"layers.{i}.up"] = column
         plan[f"layers.{i}.down"] = RowwiseParallel(output_layouts=Shard(1))
-    return parallelize_module(new_model(), mesh, plan)  # type: ignore[return-value]
+    return parallelize_module(new_model(layers=layers), mesh, plan)  # type: ignore[return-value]
 
 
-def compiled(
-    parallel: Callable[[DeviceMesh], Model], options: dict[str, Any], **kwargs: Any
-) -> Result:
-    model = parallel(dist.init_device_mesh("cpu", (2,)))
-    return train(model, torch.compile(model, backend="quartet2", options=options), **kwargs)
+def whole(parallel: Callable[..., Model], options: dict[str, Any] | None, **how: Any) -> Result:
+    """All of a model of one layer, compiled unless options are None. how: as in `train`."""
+    model = parallel(dist.init_device_mesh("cpu", (2,)), layers=1)
+    call: Any = model
+    if options is not None:
+        call = torch.compile(model, backend="quartet2", options=options)
+    result = train(model, call, **how)
+    if options == {}:  # three steps more, with a generator on each rank
+        result.drifted = train(model, call, rounding_seed=dist.get_rank()).parameters
+    return result
 
 
-def uneven() -> Result:
+def uneven(mesh: DeviceMesh, layers: int) -> Model:
     """66 columns on one rank, 65 on the other."""
-    return compiled(lambda mesh: tensor_parallel(mesh, UNEVEN, local=False), EAGER)
+    return tensor_parallel(mesh, UNEVEN, local=False, layers=layers)
 
 
 def embedding_outside(wait: bool) -> Result:
@@ -91,7 +98,7 @@ def embedding_outside(wait: bool) -> Result:
 
 def without_gradients() -> Result:
     """The loss of the first batch, in no_grad and in inference mode."""
-    model = tensor_parallel(dist.init_device_mesh("cpu", (2,)))
+    model = tensor_parallel(dist.init_device_mesh("cpu", (2,)), layers=1)
     call = torch.compile(model, backend="quartet2", options=EAGER)
     losses = []
     for mode in (torch.no_grad, torch.inference_mode):
@@ -100,38 +107,34 @@ def without_gradients() -> Result:
     return Result(losses=losses)
 
 
-def two_dimensional(options: dict[str, Any]) -> Result:
+def two_dimensional(options: dict[str, Any] | None) -> Result:
     """2 x 2: halves of the batch by FSDP2, halves of the matmuls by tensor parallel."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     model = tensor_parallel(mesh["tensor"])
     for layer in model.layers:
         fully_shard(layer, mesh=mesh["data"])
     fully_shard(model, mesh=mesh["data"])
-    for layer in model.layers:
+    for layer in model.layers if options is not None else ():
         layer.compile(backend="quartet2", options=options)
     return train(model, model, parts=2, part=mesh["data"].get_local_rank())
 
 
 ON_2_RANKS: dict[str, Callable[[], Result]] = {
-    "tensor": lambda: compiled(tensor_parallel, {}),
-    "tensor_bf16": lambda: compiled(tensor_parallel, {**EAGER, "recipe": "bf16"}),
-    "tensor_autocast": lambda: compiled(tensor_parallel, EAGER, autocast=True),
-    "tensor_seed": lambda: compiled(
-        tensor_parallel, {**EAGER, "seed": 7}, rounding_seed=dist.get_rank()
+    "tensor": lambda: whole(tensor_parallel, {}),
+    "tensor_not_compiled": lambda: whole(tensor_parallel, None),
+    "tensor_autocast_seed": lambda: whole(
+        tensor_parallel, {**EAGER, "seed": 7}, autocast=True, rounding_seed=dist.get_rank()
     ),
-    "tensor_other_generators": lambda: compiled(
-        tensor_parallel, EAGER, rounding_seed=dist.get_rank()
-    ),
-    "sequence": lambda: compiled(sequence_parallel, EAGER),
-    "sequence_bf16": lambda: compiled(sequence_parallel, {**EAGER, "recipe": "bf16"}),
-    "uneven": uneven,
+    "sequence": lambda: whole(sequence_parallel, EAGER),
+    "sequence_bf16": lambda: whole(sequence_parallel, {**EAGER, "recipe": "bf16"}),
+    "uneven": lambda: whole(uneven, EAGER),
     "embedding_outside": lambda: embedding_outside(wait=False),
     "embedding_outside_waited_for": lambda: embedding_outside(wait=True),
     "without_gradients": without_gradients,
 }
 ON_4_RANKS: dict[str, Callable[[], Result]] = {
     "two_dimensional": lambda: two_dimensional(EAGER),
-    "two_dimensional_bf16": lambda: two_dimensional({**EAGER, "recipe": "bf16"}),
+    "two_dimensional_not_compiled": lambda: two_dimensional(None),
 }
 
 if __name__ == "__main__":

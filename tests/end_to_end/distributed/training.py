@@ -49,10 +49,10 @@ class Block(nn.Module):
 class Model(nn.Module):
     """int64 [B, S] -> logits [B, S, VOCAB]."""
 
-    def __init__(self, inner: int = INNER) -> None:
+    def __init__(self, inner: int, layers: int) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, HIDDEN)
-        self.layers = nn.ModuleList(Block(inner) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(Block(inner) for _ in range(layers))
         self.norm = nn.RMSNorm(HIDDEN)
         self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
 
@@ -63,10 +63,10 @@ class Model(nn.Module):
         return self.head(self.norm(x))
 
 
-def new_model(inner: int = INNER) -> Model:
+def new_model(inner: int = INNER, layers: int = LAYERS) -> Model:
     """The same weights in every process; biases that count."""
     torch.manual_seed(0)
-    model = Model(inner)
+    model = Model(inner, layers)
     for layer in model.layers:
         nn.init.normal_(layer.up.bias)
         nn.init.normal_(layer.down.bias)
@@ -93,6 +93,7 @@ class Result:
     collectives: dict[tuple[int, ...], int] = field(default_factory=dict)  # of the last step
     rows: list[dict[str, Any]] = field(default_factory=list)  # of the report
     notes: list[str] = field(default_factory=list)
+    drifted: dict[str, Tensor] = field(default_factory=dict)  # parameters, with other generators
     error: str = ""
 
 
