@@ -99,7 +99,7 @@ class _Exact:
 def _rounding(blocks: Blocks, scheme: Scheme, scales: ComparedScales) -> Rounding:
     if scheme.steps:
         return ScaleSearch(blocks, scheme, scales)
-    return (FourOverSix if scheme.select else Rounding)(blocks, scheme, scales)
+    return (FourOverSix if scheme.selects else Rounding)(blocks, scheme, scales)
 
 
 def quantize_pow2(blocks: Blocks, scheme: Scheme) -> Quantized:

@@ -16,11 +16,11 @@ from torch._inductor.virtualized import ops
 from q2compile.lowering.inductor_kernels import fp32
 from q2compile.lowering.inductor_kernels.blocks import Blocks, Index, PerBlock
 from q2compile.lowering.inductor_kernels.fp32 import Fp32, Value, integer, number
-from q2compile.runtime_kernels.numerics.nvfp4 import ERROR_OFFSET
 from q2compile.runtime_kernels.numerics.schemes import E2M1_MAX, Scheme
 
 Quantized = tuple[ir.TensorBox, ir.TensorBox, ir.TensorBox]
-_ERROR_OFFSET_BITS = 0x44000000  # of the fp32 512
+_ERROR_OFFSET = 512.0  # the last bit of an fp32 in [512, 1024) weighs 2^-14
+_ERROR_OFFSET_BITS = 0x44000000  # of that fp32
 
 
 class Scales(Protocol):
@@ -109,9 +109,7 @@ class _Compared(Rounding):
         """The error of x in units of the scale, in fixed point: the bits of an fp32 in [512, 1024).
         A block's sum of them wraps around, and is right again when its offset is taken off."""
         error = ops.sub(*self._rounded(x, reciprocal(place)))
-        if self.scheme.select == "mse":
-            return fp32.bits_of(self.fp.square_plus(error, ERROR_OFFSET))
-        return fp32.bits_of(ops.add(ops.abs(error), number(ERROR_OFFSET)))
+        return fp32.bits_of(self.fp.square_plus(error, _ERROR_OFFSET))
 
     def _without_offset(self, total: Value) -> Value:
         """A block's error, fp32, from its sum of `_error`, in units of 2^-14."""
@@ -147,8 +145,7 @@ class FourOverSix(_Compared):
         """Whether the scale for vmax / 1.5 leaves the smaller error."""
         six, four = (self._without_offset(error(place)) for error in errors)
         ratio = self.scales.ratio(self._second_code(place), self._code(place))
-        ratio = self.fp.mul(ratio, ratio) if self.scheme.select == "mse" else ratio
-        return ops.lt(self.fp.mul(four, ratio), six)
+        return ops.lt(self.fp.mul(four, self.fp.mul(ratio, ratio)), six)
 
 
 class ScaleSearch(_Compared):

@@ -24,7 +24,7 @@ def why_not_lowered(device: torch.device, call: QuantizerCall) -> str | None:
         return f"{scheme.name} has a trust mask"
     if scheme.rounding == "ms_eden":
         return f"{scheme.name} corrects its scales by fp32 sums in a fixed order"
-    if scheme.stochastic and scheme.select:
+    if scheme.stochastic and scheme.selects:
         return f"{scheme.name} draws random bits for two candidates"
     if transform.size > LARGEST_CHUNK:
         return (

@@ -46,8 +46,8 @@ def _scheme(scheme: Scheme) -> list[str]:
     rounding = _ROUNDING[scheme.rounding]
     if scheme.steps:
         rounding += f", the best of {len(scheme.steps)} scales"
-    elif scheme.select:
-        rounding += f", 4/6 by {scheme.select.upper()}"
+    elif scheme.selects:
+        rounding += ", 4/6"
     if scheme.rceil:
         rounding += ", scales rounded up"
     elif scheme.shrink != 1:

@@ -30,8 +30,7 @@ from q2compile.runtime_kernels.registry import CPP, kernel
 
 _ROUNDINGS = {("nvfp4", "rtn"): 0, ("nvfp4", "sr"): 1, ("nvfp4", "ms_eden"): 2}
 _ROUNDINGS |= {("mxfp4", "rtn"): 3, ("mxfp4", "sr"): 4, ("mxfp4", "quest"): 5}
-_SELECTIONS = {None: 0, "mse": 1, "mae": 2}
-_SEARCH = 3
+_SEARCH = 2
 
 
 # The calls that the references serve: the reason, and a test of the call.
@@ -60,7 +59,7 @@ def _operand(scheme: Scheme, transform: Transform, columnwise: bool) -> kernels.
         source_height=1,
         columnwise=columnwise,
         rounding=_ROUNDINGS[scheme.format, scheme.rounding],
-        selection=_SEARCH if scheme.steps else _SELECTIONS[scheme.select],
+        selection=_SEARCH if scheme.steps else int(scheme.selects),
         exact=scheme.global_scale == "exact",
         height=scheme.block[0],
         above=ABOVE_HALF if scheme.rceil else 0,

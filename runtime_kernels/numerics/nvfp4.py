@@ -37,8 +37,7 @@ from q2compile.runtime_kernels.numerics.formats import (
 from q2compile.runtime_kernels.numerics.schemes import Scheme
 
 _TINY = torch.finfo(torch.float32).tiny
-ERROR_OFFSET = 512.0  # the last bit of an fp32 in [512, 1024) weighs 2^-14
-_LAST_BIT = 2.0**38  # as much as that of an fp64 there
+_LAST_BIT = 2.0**38  # the last bit of an fp64 there weighs 2^-14
 _CUT = 2.0**-13  # what the products of MS-EDEN's sums are multiples of
 _LANES = 4096
 _CUT_BITS = 20  # of an fp32 with 4 significant bits: an e4m3 step counts from there on
@@ -54,7 +53,7 @@ def rounded(blocks: Blocks, amax: torch.Tensor | None) -> Rounded:
     scale = _block_scale(largest, scheme.vmax, unit)
     if scheme.steps:
         values, scale = _scale_search(blocks, scale, unit)
-    elif scheme.select:
+    elif scheme.selects:
         values, scale = _four_over_six(blocks, largest, scale, unit)
     else:
         values = blocks.to_e2m1(blocks.scaled(_reciprocal(scale, unit)))
@@ -76,11 +75,9 @@ def _four_over_six(
     """
     four = _block_scale(largest, blocks.scheme.vmax / 1.5, unit)
     ratio = four * _reciprocal(six, None) if unit is None else or_one(four) / or_one(six)
-    if blocks.scheme.select == "mse":
-        ratio = ratio.square()
     values_six, error_six = _candidate(blocks, _reciprocal(six, unit), philox.RANDOM_BITS)
     values_four, error_four = _candidate(blocks, _reciprocal(four, unit), philox.SECOND_RANDOM_BITS)
-    chosen = error_four * ratio < error_six
+    chosen = error_four * ratio.square() < error_six
     return torch.where(chosen, values_four, values_six), torch.where(chosen, four, six)
 
 
@@ -125,16 +122,13 @@ def _candidate(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """e2m1 values under one scale, and each block's error in units of that scale.
 
-    An element's error, of squares the exact one, is rounded to a multiple of 2^-14, so that the sum
-    over a block is exact and a kernel may add in any order, as wide as its loads are.
+    Each exact square is rounded to a multiple of 2^-14, so that the sum over a block is exact and a
+    kernel may add in any order, as wide as its loads are.
     """
     scaled = blocks.scaled(reciprocal)
     values = blocks.to_e2m1(scaled, purpose)
     error = scaled.sub_(values)
-    if blocks.scheme.select == "mse":
-        error = error.double().square_().add_(_LAST_BIT).sub_(_LAST_BIT).float()
-    else:
-        error = error.abs_().add_(ERROR_OFFSET).sub_(ERROR_OFFSET)
+    error = error.double().square_().add_(_LAST_BIT).sub_(_LAST_BIT).float()
     return values, blocks.shared(sum_neighbors(error), total=True)
 
 

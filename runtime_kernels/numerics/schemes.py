@@ -55,11 +55,10 @@ class Scheme:
     global_scale: str
     vmax: float = E2M1_MAX  # where a block's maximum lands on the e2m1 grid
     cap: float = E4M3_MAX  # where the largest block scale lands on the e4m3 grid, at most
-    select: str | None = (
-        None  # 4/6: "mse" or "mae" picks between the scales blkmax/vmax and 1.5 * blkmax/vmax
-    )
-    # Scale search: candidate scales, in e4m3 steps from the one for blkmax/vmax; the one with the
-    # smallest squared error is kept, the first of them in a tie.
+    # Several scales are tried for each block. The one with the smallest squared error is kept, the
+    # first of them in a tie. 4/6 tries blkmax/vmax and 1.5 * blkmax/vmax.
+    selects: bool = False
+    # Scale search: these are tried instead, in e4m3 steps from the scale for blkmax/vmax.
     steps: tuple[int, ...] = ()
     shrink: float = (
         1.0  # mxfp4: codes are rounded from shrink * x / scale, and global_scale is 1 / shrink
@@ -115,12 +114,11 @@ def _nvfp4() -> list[Scheme]:
     rtn = Scheme("nvfp4", "nvfp4", "rtn", (1, 16), "exact")
     # 1.5 * 448 is not an e4m3 value, so the scale of the second 4/6 candidate needs the cap of
     # 256.
-    selected = replace(rtn, select="mse", cap=256.0)
+    selected = replace(rtn, selects=True, cap=256.0)
     stochastic = replace(rtn, rounding="sr", vmax=E2M1_MAX * SR_HEADROOM)
     exact = [
         rtn,
         replace(selected, name="nvfp4_46"),
-        replace(selected, name="nvfp4_46_mae", select="mae"),
         # A step is 1/8 to 1/16 of a scale; 4 and 5 steps are about 4/6's second candidate.
         replace(selected, name="nvfp4_search", steps=(0, 1, -1, 4, 5)),
         replace(rtn, name="nvfp4_16x16", block=(16, 16)),
@@ -130,7 +128,7 @@ def _nvfp4() -> list[Scheme]:
         replace(stochastic, name="nvfp4_sr_clip", vmax=E2M1_MAX),
         # Biased, since the draw with the smaller error is kept (Quartet II, section 4.2): for
         # forward or for study.
-        replace(stochastic, name="nvfp4_sr_46", select="mse", cap=256.0),
+        replace(stochastic, name="nvfp4_sr_46", selects=True, cap=256.0),
         replace(rtn, name="nvfp4_ms_eden", rounding="ms_eden", vmax=MS_EDEN_CLIP, cap=256.0),
     ]
     # The same with a power of two as global scale. Their 4/6 may use all of e4m3, since both
@@ -140,7 +138,7 @@ def _nvfp4() -> list[Scheme]:
             s,
             name=f"{s.name}_pow2",
             global_scale="pow2",
-            cap=E4M3_MAX if s.select else s.cap,
+            cap=E4M3_MAX if s.selects else s.cap,
         )
         for s in exact
     ]

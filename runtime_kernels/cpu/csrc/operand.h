@@ -9,7 +9,7 @@ constexpr int LARGEST_CHUNK = 128;
 
 enum Source { MATRIX = 0, CODES = 1, BY_SCALES = 2 };
 enum Rounding { NEAREST = 0, STOCHASTIC = 1, MS_EDEN = 2, MX_NEAREST = 3, MX_STOCHASTIC = 4, QUEST = 5 };
-enum Selection { NONE = 0, BY_SQUARES = 1, BY_MAGNITUDES = 2, SEARCH = 3 };
+enum Selection { NONE = 0, FOUR_SIX = 1, SEARCH = 2 };
 enum Signs { NO_SIGNS = 0, OWN_SIGNS = 1 };
 
 // kernels.py has the same struct.

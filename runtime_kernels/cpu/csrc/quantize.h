@@ -254,13 +254,12 @@ inline float tiles_by_rule(const Job& job) {
         case MX_STOCHASTIC: return all_tiles<mxfp4_tile<MX_STOCHASTIC>>(job);
         case QUEST: return all_tiles<mxfp4_tile<QUEST>>(job);
         case STOCHASTIC:
-            return job.o.selection ? all_tiles<nvfp4_tile<nvfp4<true, BY_SQUARES>>>(job)
+            return job.o.selection ? all_tiles<nvfp4_tile<nvfp4<true, FOUR_SIX>>>(job)
                                    : all_tiles<nvfp4_tile<nvfp4<true, NONE>>>(job);
         default: break;
     }
     switch (job.o.selection) {
-        case BY_SQUARES: return all_tiles<nvfp4_tile<nvfp4<false, BY_SQUARES>>>(job);
-        case BY_MAGNITUDES: return all_tiles<nvfp4_tile<nvfp4<false, BY_MAGNITUDES>>>(job);
+        case FOUR_SIX: return all_tiles<nvfp4_tile<nvfp4<false, FOUR_SIX>>>(job);
         case SEARCH: return all_tiles<nvfp4_tile<nvfp4<false, SEARCH>>>(job);
         default: return all_tiles<nvfp4_tile<nvfp4<false, NONE>>>(job);
     }

@@ -124,10 +124,7 @@ inline Codes<16> candidate(const Context& c, const F* x, int first, const F& by,
     for (int k = 0; k < 16; k++) scaled[k] = x[k] * product;
     Codes<16> codes = round_block<16, RANDOM>(c, scaled, first, purpose, values);
     if (SELECTION == NONE) return codes;
-    for (int k = 0; k < 16; k++) {
-        F off = scaled[k] - values[k];
-        values[k] = SELECTION == BY_MAGNITUDES ? (magnitude(off) + fill(512.0f)) - fill(512.0f) : square_of(off);
-    }
+    for (int k = 0; k < 16; k++) values[k] = square_of(scaled[k] - values[k]);
     error = sum_neighbors<16>(values);
     if (c.o.height > 1) error = sum_of_lanes(error);
     return codes;
@@ -169,7 +166,7 @@ inline Block<16> nvfp4(const Context& c, const F* x, int first) {
         F best = fill(0.0f), of_first = scale;
         for (int s = 0; s < o.step_count; s++) {
             F other = stepped(c, of_first, o.steps[s]), ratio = ratio_of(c, other, of_first);
-            Codes<16> codes = candidate<RANDOM, BY_SQUARES>(c, x, first, reciprocal(c, other), RANDOM_BITS, error);
+            Codes<16> codes = candidate<RANDOM, FOUR_SIX>(c, x, first, reciprocal(c, other), RANDOM_BITS, error);
             error = error * (ratio * ratio);
             I better = s == 0 ? fill(-1) : error < best;
             best = select(better, error, best);
@@ -183,10 +180,9 @@ inline Block<16> nvfp4(const Context& c, const F* x, int first) {
     if (SELECTION != NONE) {
         F four = block_scale(c, largest, o.vmax_four, o.inverse_vmax_four), error_four;
         F ratio = ratio_of(c, four, scale);
-        if (SELECTION == BY_SQUARES) ratio = ratio * ratio;
         Codes<16> codes =
             candidate<RANDOM, SELECTION>(c, x, first, reciprocal(c, four), SECOND_RANDOM_BITS, error_four);
-        I chosen = error_four * ratio < error;
+        I chosen = error_four * (ratio * ratio) < error;
         b.codes = choose(chosen, codes, b.codes);
         scale = select(chosen, four, scale);
     }

@@ -52,7 +52,7 @@ def not_served(
         return f"rotate_quantize.cu rotates rows, too, with scheme {scheme} and {transform}"
     if spec.dequantized and Rule.of(spec) == Rule.MS_EDEN and not _finalizes(scheme, transform):
         return "dequantized.cuh rounds scales of chunks of 128 only under a power of two"
-    if spec.select is not None and spec.rounding != "rtn":
+    if spec.selects and spec.rounding != "rtn":
         return f"rotate_quantize.cu rounds 4/6 to nearest only, scheme {scheme} draws random bits"
     if spec.masked and not masked:
         return f"scheme {scheme} wants a trust mask, which q2::quantize writes with mask=True"
@@ -150,7 +150,7 @@ def rotate_launch(
         Q2_HEADROOM=int(rounds and spec.vmax != E2M1_MAX),
         Q2_RCEIL=int(rounds and spec.rceil),
         Q2_SHRINKS=int(rule == Rule.MX and spec.shrink != 1.0),
-        Q2_SELECT={None: 0, "mse": 1, "mae": 2}[spec.select if rounds else None],
+        Q2_SELECTS=int(rounds and spec.selects),
         Q2_STEPS=_packed(spec.steps) if rounds else 0,
         Q2_SWIZZLED=int(spec.swizzled and rule in SCALED_AT_ONCE),
         Q2_MASKED=int(spec.masked),

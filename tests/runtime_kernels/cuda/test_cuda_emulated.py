@@ -217,7 +217,7 @@ def test_small_numbers_of_other_schemes(scheme) -> None:
 @pytest.mark.parametrize(
     "scheme, architecture",
     [
-        *product(["nvfp4_46_pow2", "nvfp4_46", "nvfp4_46_mae_pow2"], [HOPPER, BLACKWELL]),
+        *product(["nvfp4_46_pow2", "nvfp4_46"], [HOPPER, BLACKWELL]),
         *product(["nvfp4_search_pow2", "nvfp4_search"], [HOPPER, BLACKWELL]),
         *(("nvfp4_46", AMPERE), ("nvfp4_search_pow2", AMPERE)),
         *(("nvfp4_search_pow2" + form, HOPPER) for form in (SWIZZLED, DEQUANTIZED)),

@@ -72,7 +72,7 @@ def test_other_dtypes(dtype, transpose) -> None:
 @pytest.mark.parametrize(
     ("scheme", "architecture"),
     [
-        *((s, HOPPER) for s in ("nvfp4_46_pow2", "nvfp4_46", "nvfp4_46_mae", "nvfp4_sr")),
+        *((s, HOPPER) for s in ("nvfp4_46_pow2", "nvfp4_46", "nvfp4_sr")),
         *((s, HOPPER) for s in ("nvfp4_search_pow2", "nvfp4_search")),
         *(("nvfp4_46_pow2", other) for other in (AMPERE, BLACKWELL)),
         *(("nvfp4", other) for other in (AMPERE, BLACKWELL)),

@@ -93,7 +93,6 @@ def test_columnwise(scheme) -> None:
         (FORWARD, torch.bfloat16),
         (FORWARD + SWIZZLED, torch.float32),
         ("nvfp4_46", torch.float16),
-        ("nvfp4_46_mae_pow2", torch.bfloat16),
         ("nvfp4_search_pow2", torch.bfloat16),
         ("nvfp4_sr", torch.bfloat16),
         ("mxfp4_rtn", torch.bfloat16),

@@ -54,7 +54,7 @@ def test_under_subnormal_scales_codes_are_nearer() -> None:
 
 def test_the_schemes_of_sources() -> None:
     assert {name for name, scheme in SCHEMES.items() if rounds_by_scales(scheme)} == {
-        *("nvfp4_46_pow2", "nvfp4_46_mae_pow2", "nvfp4_search_pow2", "nvfp4_pow2")
+        *("nvfp4_46_pow2", "nvfp4_search_pow2", "nvfp4_pow2")
     }
 
 

@@ -28,15 +28,14 @@ constexpr bool kMasked = Q2_MASKED;
 constexpr float kShrink = Q2_SHRINKS ? 0.75f : 1.0f;
 // Where a block's largest lands on the grid (schemes.py, SR_HEADROOM).
 constexpr double kVmax = Q2_HEADROOM ? 6.0 * (16.0 / 17.0) : 6.0;
-// 4/6: of the scales that map a block's largest to 6 and to 4, the one with the smaller error.
-enum Select { ONE_SCALE, BY_SQUARES, BY_MAGNITUDES };
-constexpr Select kSelect = (Select)Q2_SELECT;
+// 4/6: of the scales that map a block's largest to 6 and to 4, the one with the smaller squared error.
+constexpr bool kSelects = Q2_SELECTS;
 // Scale search: e4m3 steps from the scale that maps a block's largest to 6, those other than 0 in the
 // order of the scheme; step + 8 in 4 bits each, the first in the lowest.
 constexpr u32 kSteps = Q2_STEPS;
 constexpr int kOthers = 1 + (kSteps > 0xF) + (kSteps > 0xFF) + (kSteps > 0xFFF);
 static_assert(kSteps <= 0xFFFF, "five scales at most");
-constexpr double kCap = kSelect ? 256.0 : 448.0;  // EXACT: schemes.py
+constexpr double kCap = kSelects ? 256.0 : 448.0;  // EXACT: schemes.py
 constexpr float kHuge = 3.402823466e38f;
 
 // Values that all blocks of one output share.
@@ -124,40 +123,27 @@ Q2_INLINE Pair scaled_by(Pair x, Pair inverse) {
   else return {fabsf(x.a) * inverse.a, fabsf(x.b) * inverse.b};
 }
 
-// The errors of two blocks in units of their scales, each rounded to a multiple of 2^-14, and their
-// sums. Squares: a sum in [512, 1024) has that as its last bit, and an fma rounds a square once, as
-// it is added. No square lies halfway between two multiples, since 2^-15 times an odd number is
-// none; so the order does not matter. Magnitudes, which can, are rounded one by one, and their bits
-// are summed. rounded, codes: as round_block has them.
+// Sums of the squared errors of two blocks in units of their scales, each square rounded to a multiple of
+// 2^-14. A sum in [512, 1024) has that as its last bit, and an fma rounds a square once, as it is added.
+// No square lies halfway between two multiples, since 2^-15 times an odd number is none; so the order
+// does not matter. rounded, codes: as round_block has them.
 Q2_INLINE Pair errors_of(const Pair (&x)[16], Pair inverse, Pair (&rounded)[16],
                          u32 (&codes)[2][2]) {
-  constexpr float kStart = kSelect == BY_SQUARES ? 512.0f * kUnit * kUnit : 512.0f;
+  constexpr float kStart = 512.0f * kUnit * kUnit;
   Pair scaled[16], errors[16], squares[2] = {both(kStart), both(kStart)};
-  u32 magnitudes[2] = {0, 0};
   inverse = mul(inverse, both(kUnit));
 #pragma unroll
   for (int i = 0; i < 16; ++i) scaled[i] = scaled_by(x[i], of_pair(inverse, i));
   round_with_errors(scaled, x, rounded, errors, codes);
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
-    Pair error = errors[i];
-    if constexpr (kSelect == BY_SQUARES) {
-      Pair& sum = squares[kNeighbors ? i / 8 : 0];
-      sum = fma(error, error, sum);
-    } else {
-      Pair fixed = fma({fabsf(error.a), fabsf(error.b)}, both(1.0f / kUnit), both(kStart));
-      magnitudes[kNeighbors ? i / 8 : 0] += __float_as_uint(fixed.a);
-      magnitudes[kNeighbors ? i / 8 : 1] += __float_as_uint(fixed.b);
-    }
+    Pair& sum = squares[kNeighbors ? i / 8 : 0];
+    sum = fma(errors[i], errors[i], sum);
   }
-  if constexpr (kSelect == BY_SQUARES) {
-    Pair first = sub(squares[0], both(kStart));
-    if constexpr (!kNeighbors) return first;
-    Pair second = sub(squares[1], both(kStart));
-    return {first.a + first.b, second.a + second.b};
-  }
-  return {(float)(int)(magnitudes[0] - 16u * 0x44000000u),
-          (float)(int)(magnitudes[1] - 16u * 0x44000000u)};
+  Pair first = sub(squares[0], both(kStart));
+  if constexpr (!kNeighbors) return first;
+  Pair second = sub(squares[1], both(kStart));
+  return {first.a + first.b, second.a + second.b};
 }
 
 // The scale `step` e4m3 steps above another (nvfp4.py, _stepped).
@@ -194,7 +180,7 @@ Q2_INLINE Pair errors_in(const BlockScales& first, const BlockScales& scales, Pa
   else
     ratio = {__fdiv_rn(e4m3_or_one(s[0].stored), e4m3_or_one(f[0].stored)),
              __fdiv_rn(e4m3_or_one(s[1].stored), e4m3_or_one(f[1].stored))};
-  return mul(errors, kSelect == BY_SQUARES ? mul(ratio, ratio) : ratio);
+  return mul(errors, mul(ratio, ratio));
 }
 
 // Two blocks by the one of their scales each that has the smallest error, the first of them in a tie;
@@ -291,7 +277,7 @@ Q2_INLINE uint2 round_blocks(Pair (&x)[16], Pair largest, const Common& common, 
   BlockScales scales = block_scales(largest, common);
   Pair inverse = times_factor(scales, common);
   if constexpr (kStochastic) round_stochastically(x, inverse, out, first, codes);
-  else if constexpr (kSelect == ONE_SCALE) round_to_nearest(x, inverse, codes);
+  else if constexpr (!kSelects) round_to_nearest(x, inverse, codes);
   else round_by_errors(x, largest, common, inverse, scales, codes);
   if constexpr (kRule != POW2) return {scales.of[0].stored, scales.of[1].stored};
   return {raw_scale(scales.of[0], largest.a), raw_scale(scales.of[1], largest.b)};
