@@ -98,15 +98,24 @@ def test_an_oracle_run_is_the_compiled_one_but_for_bf16_and_random_bits(tmp_path
     assert gaps["compiled"] == pytest.approx(gaps["oracle"], abs=5.7 * 2**-9)
 
 
-def test_a_kept_checkpoint_is_that_of_the_last_step(tmp_path: Path) -> None:
-    (done,) = comparison(tmp_path, keep=True).train(runs.RUNS["bf16"], [0])
-    trained = operands.Trained.load(run_folder(tmp_path, "bf16", 0) / "checkpoint.pt", "cpu")
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
+    """The checkpoint of bf16's last step, and the loss of its first batch of validation."""
+    folder = tmp_path_factory.mktemp("kept")
+    (done,) = comparison(folder, keep=True).train(runs.RUNS["bf16"], [0])
+    return run_folder(folder, "bf16", 0) / "checkpoint.pt", done.result.val_losses[0]
+
+
+def test_a_kept_checkpoint_is_that_of_the_last_step(
+    kept: tuple[Path, float], tmp_path: Path
+) -> None:
+    trained = operands.Trained.load(kept[0], "cpu")
     assert (trained.step, trained.run) == (8, "bf16")
     assert trained.setup["size"] == "tiny"
     with torch.no_grad():
         batch = comparison(tmp_path).data.val[0]
         loss = trained.model(input_ids=batch, labels=batch).loss.item()
-    assert loss == pytest.approx(done.result.val_losses[0], abs=5.7 * 2**-9)  # bf16's rounding
+    assert loss == pytest.approx(kept[1], abs=5.7 * 2**-9)  # bf16's rounding
     with pytest.raises(ValueError, match="no such file; `train --keep` leaves"):
         operands.Trained.load(tmp_path / "nothing.pt", "cpu")
 
@@ -172,9 +181,8 @@ def fresh_telemetry() -> Iterator[None]:
 
 
 @pytest.fixture
-def trained(tmp_path: Path, fresh_telemetry: None) -> operands.Trained:
-    list(comparison(tmp_path, keep=True).train(runs.RUNS["bf16"], [0]))
-    return operands.Trained.load(run_folder(tmp_path, "bf16", 0) / "checkpoint.pt", "cpu")
+def trained(kept: tuple[Path, float], fresh_telemetry: None) -> operands.Trained:
+    return operands.Trained.load(kept[0], "cpu")
 
 
 def test_operands_are_measured_as_their_gemm_multiplies_them(

@@ -61,13 +61,18 @@ def run(code: str, *arguments: str, cwd: Path = ROOT, **environment: str) -> End
     return start(code, *arguments, cwd=cwd, **environment).wait()
 
 
-def run_file(file: Path, *arguments: str, cwd: Path = ROOT) -> Ended:
+def start_file(file: Path, *arguments: str, cwd: Path = ROOT, **environment: str) -> Running:
     """A program in a file."""
     code = (
         f"import runpy, sys; sys.path.insert(0, {str(file.parent)!r}); "
         f"sys.argv[0] = {str(file)!r}; runpy.run_path({str(file)!r}, run_name='__main__')"
     )
-    return run(code, *arguments, cwd=cwd)
+    return start(code, *arguments, cwd=cwd, **environment)
+
+
+def run_file(file: Path, *arguments: str, cwd: Path = ROOT) -> Ended:
+    """The same, at its end."""
+    return start_file(file, *arguments, cwd=cwd).wait()
 
 
 def _ask(**request: Any) -> int:
