@@ -46,19 +46,21 @@ COLUMNS_ALONE = [
     + [(*c, BLACKWELL) for c in COLUMNS_ALONE[::5]]
     + [(*COLUMNS_ALONE[2], BLACKWELL)],
 )
-def test_columns_alone_rotated(scheme, transform) -> None:
+def test_columns_alone_rotated(scheme, transform, architecture) -> None:
     """One read gives the results of two calls: for whole vectors, rows at any address, a transposed
-    x, fp32, and groups of rows."""
+    x, other dtypes, and groups of rows. How x is read does not depend on the rounding."""
     how = (*SEEDS, scheme, transform, 3)
     row, column = (SEEDS[0], scheme, "none", False, 3), (SEEDS[1], scheme, transform, True, 3)
     dtype = torch.float16 if get_scheme(scheme).swizzled else torch.float32
     other = matrix(130, 72).clamp(-1e4, 1e4).to(dtype)
-    for x in (matrix(300, 264), matrix(33, 517), matrix(140, 300).t(), other):
+    others = [matrix(33, 517), matrix(140, 300).t(), other]
+    every_read = architecture == HOPPER and (scheme, transform) in COLUMNS_ALONE[::3]
+    for x in (matrix(300, 264), *(others if every_read else ())):
         got = calls.launched(calls.both(x, *how, rotate_rows=False))
         assert_same_bits(got, [*calls.one(x, *row)(), *calls.one(x, *column)()])
         assert_same_bits(got, calls.both(x, *how, rotate_rows=False)())
     spec = get_scheme(scheme)
-    if not (spec.swizzled and spec.global_scale != "pow2"):
+    if architecture == HOPPER and not (spec.swizzled and spec.global_scale != "pow2"):
         offs = torch.tensor([0, 70, 200], dtype=torch.int32)
         groups = {"offs": offs, "padded_offs": q2.padded_ends(offs)}
         assert_agrees(calls.both(matrix(210, 72), *how, rotate_rows=False, **groups))

@@ -109,7 +109,11 @@ def test_matrices_are_dequantized_by_one_launch(shapes, scheme, emulated) -> Non
     assert_same_bits(run(members), [q2.dequantize(*args) for _, args in members])
 
 
-@pytest.mark.parametrize("scheme", [EDEN + SWIZZLED, EDEN + DEQUANTIZED, "mxfp4_sr"])
+@pytest.mark.parametrize(
+    "scheme, emulated",
+    [(EDEN + SWIZZLED, "sm_100a"), (EDEN + DEQUANTIZED, "sm_90a"), ("mxfp4_sr", "sm_90a")],
+    indirect=["emulated"],
+)
 def test_sums_of_columns_among_others(scheme, emulated) -> None:
     """Whoever has some, the last launch is the one that adds them up."""
     kinds = [
@@ -126,7 +130,14 @@ def _named(member: tuple) -> tuple[str, tuple]:
     return op.plan.__name__, args
 
 
-@pytest.mark.parametrize("scheme", [EDEN, EDEN + SWIZZLED, SR + SWIZZLED, "mxfp4_sr"])
+@pytest.mark.parametrize(
+    "scheme, emulated",
+    [
+        *((EDEN, each) for each in ("sm_90a", "sm_100a")),
+        *((EDEN + SWIZZLED, "sm_100a"), (SR + SWIZZLED, "sm_100a"), ("mxfp4_sr", "sm_90a")),
+    ],
+    indirect=["emulated"],
+)
 def test_the_bits_are_those_of_the_calls_apart(scheme, emulated) -> None:
     """Also for calls with four operands, of which the largest is not the first."""
     members = [again(scheme), both(scheme)]
@@ -152,8 +163,9 @@ ALIKE = {
     "mx": [again_mx("mxfp4_rtn34", *size) for size in SIZES],
     "groups": [grouped(EDEN, *size) for size in SIZES],
 }
-# Schemes of the backward write dequantized operands, or codes with scales for the tensor cores.
-SUFFIXES = {"sm_90a": DEQUANTIZED, "sm_100a": SWIZZLED}
+# Schemes of the backward also write dequantized operands, or codes with swizzled scales.
+SUFFIXES = [("", "sm_90a"), (DEQUANTIZED, "sm_90a"), (SWIZZLED, "sm_100a")]
+EQUAL = [(name, *s) for name in ALIKE for s in SUFFIXES[: 1 if "fprop" in name else 3]]
 
 
 def with_suffix(members: Members, suffix: str) -> Members:
@@ -165,21 +177,18 @@ def with_suffix(members: Members, suffix: str) -> Members:
     return made
 
 
-@pytest.mark.parametrize("name", ALIKE)
-@pytest.mark.parametrize("emulated", SUFFIXES, indirect=True)
-def test_equal_launches_are_one(name, emulated, request) -> None:
+@pytest.mark.parametrize("name, suffix, emulated", EQUAL, indirect=["emulated"])
+def test_equal_launches_are_one(name, suffix, emulated) -> None:
     """With the bits of each by itself: also where one is much smaller than another."""
-    suffixes = ["", SUFFIXES[request.node.callspec.params["emulated"]]]
-    for suffix in suffixes[: 1 if "fprop" in name else 2]:
-        members = with_suffix(ALIKE[name], suffix)
-        call = grouped_plan([op.plan(*args) for op, args in members])
-        rotated, _ = call.steps
-        own = [op.plan(*args).steps[0] for op, args in members]
-        assert rotated.launch is own[0].batched is batched_launch(own[0].launch)
-        assert dict(rotated.launch.variant.defines)["Q2_BATCH"] == MOST_OPERANDS
-        assert rotated.grid == (max(step.grid[0] for step in own), len(members))
-        assert len({step.grid for step in own}) > 1
-        assert_same_bits(run(members), apart(members))
+    members = with_suffix(ALIKE[name], suffix)
+    call = grouped_plan([op.plan(*args) for op, args in members])
+    rotated, _ = call.steps
+    own = [op.plan(*args).steps[0] for op, args in members]
+    assert rotated.launch is own[0].batched is batched_launch(own[0].launch)
+    assert dict(rotated.launch.variant.defines)["Q2_BATCH"] == MOST_OPERANDS
+    assert rotated.grid == (max(step.grid[0] for step in own), len(members))
+    assert len({step.grid for step in own}) > 1
+    assert_same_bits(run(members), apart(members))
 
 
 def test_other_launches_stay(emulated) -> None:
@@ -226,7 +235,11 @@ def test_scales_of_inductor_s_loops(emulated) -> None:
     assert_same_bits(run(members), apart(members))
 
 
-@pytest.mark.parametrize("scheme", [EDEN + SWIZZLED, "nvfp4_ms_eden", "mxfp4_rtn34"])
+@pytest.mark.parametrize(
+    "scheme, emulated",
+    [(EDEN + SWIZZLED, "sm_100a"), ("nvfp4_ms_eden", "sm_90a"), ("mxfp4_rtn34", "sm_90a")],
+    indirect=["emulated"],
+)
 def test_products_of_global_scales(scheme, emulated) -> None:
     """Products of two scales that are computed here, or of one and a known scale, for either
     operand."""
