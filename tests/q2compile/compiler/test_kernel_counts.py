@@ -51,14 +51,14 @@ WIDTH = 64
 
 
 class Heads(nn.Module):
-    """q, k and v of one x."""
+    """q and k of one x."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.q, self.k, self.v = (_linear() for _ in range(3))
+        self.q, self.k = _linear(), _linear()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.q(x) + self.k(x) * self.v(x)
+        return self.q(x) * self.k(x)
 
 
 class Behind(Heads):
@@ -313,41 +313,41 @@ gather_codes (post-grad)
             q2.grouped_mm 1, triton 2
 
 share_operands (post-grad)
-  forward   q2.dequantize 6 -> 4, q2.quantize 6 -> 4, inputs 4, mm 3, triton 1
+  forward   q2.dequantize 4 -> 3, q2.quantize 4 -> 3, inputs 3, mm 2, triton 1
 
 merge_seeds (post-grad)
-  forward   inputs 5, mm 4, q2.dequantize 6, q2.quantize 5, q2.split_scales 1, triton 2
-  backward  aten.randint 0 -> 1, q2.seed 7 -> 0, inputs 18, mm 7, q2.dequantize 14, q2.quantize 7,
-            q2.requantize 7, triton 2
+  forward   inputs 4, mm 3, q2.dequantize 5, q2.quantize 4, q2.split_scales 1, triton 2
+  backward  aten.randint 0 -> 1, q2.seed 5 -> 0, inputs 15, mm 5, q2.dequantize 10, q2.quantize 5,
+            q2.requantize 5, triton 2
 
 pair_directions (post-grad)
-  forward   inputs 5, mm 4, q2.dequantize 6, q2.quantize 5, q2.split_scales 1, triton 2
-  backward  q2.quantize 7 -> 4, aten.randint 1, inputs 18, mm 7, q2.dequantize 14,
-            q2.requantize 7, triton 2
+  forward   inputs 4, mm 3, q2.dequantize 5, q2.quantize 4, q2.split_scales 1, triton 2
+  backward  q2.quantize 5 -> 3, aten.randint 1, inputs 15, mm 5, q2.dequantize 10,
+            q2.requantize 5, triton 2
 
 share_rotations (post-grad)
-  forward   inputs 5, mm 4, q2.dequantize 6, q2.quantize 5, q2.split_scales 1, triton 2
-  backward  q2.dequantize 14 -> 12, q2.requantize 7 -> 5, aten.randint 1, inputs 18, mm 7,
-            q2.quantize 4, triton 2
+  forward   inputs 4, mm 3, q2.dequantize 5, q2.quantize 4, q2.split_scales 1, triton 2
+  backward  q2.dequantize 10 -> 9, q2.requantize 5 -> 4, aten.randint 1, inputs 15, mm 5,
+            q2.quantize 3, triton 2
 
 swizzle_scales (post-grad)
-  forward   inputs 5, q2.gemm 4, q2.quantize 5, q2.split_scales 1, triton 2
-  backward  swizzle_scales.cu 14 -> 0, aten.randint 1, inputs 18, q2.gemm 7, q2.quantize 4,
-            q2.requantize 5, triton 2
+  forward   inputs 4, q2.gemm 3, q2.quantize 4, q2.split_scales 1, triton 2
+  backward  swizzle_scales.cu 10 -> 0, aten.randint 1, inputs 15, q2.gemm 5, q2.quantize 3,
+            q2.requantize 4, triton 2
 
 dequantize_operands (post-grad)
-  forward   inputs 5, mm 4, q2.dequantize 6, q2.quantize 5, q2.split_scales 1, triton 2
-  backward  q2.dequantize 12 -> 0, aten.randint 1, inputs 18, mm 7, q2.quantize 4,
-            q2.requantize 5, triton 2
+  forward   inputs 4, mm 3, q2.dequantize 5, q2.quantize 4, q2.split_scales 1, triton 2
+  backward  q2.dequantize 9 -> 0, aten.randint 1, inputs 15, mm 5, q2.quantize 3, q2.requantize 4,
+            triton 2
 
 unrotate_in_gemm (post-grad)
-  forward   inputs 5, q2.gemm 4, q2.quantize 6, triton 2
-  backward  q2.gemm 7 -> 0, q2.gemm_masked_unrotate 0 -> 7, q2.masked_unrotate 7 -> 0,
-            aten.randint 1, inputs 23, q2.quantize 4, q2.requantize 5, triton 2
+  forward   inputs 4, q2.gemm 3, q2.quantize 5, triton 2
+  backward  q2.gemm 5 -> 0, q2.gemm_masked_unrotate 0 -> 5, q2.masked_unrotate 5 -> 0,
+            aten.randint 1, inputs 19, q2.quantize 3, q2.requantize 4, triton 2
 
 part_directions (post-grad)
-  forward   inputs 5, mm 4, q2.dequantize 6, q2.quantize 5, q2.split_scales 1, triton 2
-  backward  q2.quantize 4 -> 5, aten.randint 1, inputs 18, mm 7, q2.requantize 5, triton 2
+  forward   inputs 4, mm 3, q2.dequantize 5, q2.quantize 4, q2.split_scales 1, triton 2
+  backward  aten.randint 1, inputs 15, mm 5, q2.quantize 3, q2.requantize 4, triton 2
 
 sum_columns (post-grad)
   forward   addmm 2, inputs 5, q2.dequantize 4, q2.quantize 3, q2.split_scales 1, triton 1
@@ -359,10 +359,10 @@ sum_columns (post-grad)
             table("joint", "option"),
             """\
 share_operands (joint)
-  forward   q2.dequantize 8 -> 6, q2.quantize 4 -> 2, aten.randint 1, inputs 5, mm 4,
-            q2.split_scales 4, triton 10
-  backward  inputs 28 -> 20, q2.dequantize 7 -> 5, aten.randint 1, mm 7, q2.quantize 4,
-            q2.transpose 3, triton 2
+  forward   q2.dequantize 6 -> 5, q2.quantize 3 -> 2, aten.randint 1, inputs 4, mm 3,
+            q2.split_scales 3, triton 8
+  backward  inputs 21 -> 17, q2.dequantize 5 -> 4, aten.randint 1, mm 5, q2.quantize 3,
+            q2.transpose 2, triton 2
 
 gather_codes (joint)
   forward   q2.quantize 3 -> 4, q2.split_scales 1 -> 0, triton 3 -> 2, inputs 5, mm 1,
@@ -371,15 +371,15 @@ gather_codes (joint)
             q2.quantize 2, q2.requantize 3
 
 share_saved_rotations (joint)
-  forward   q2.quantize 4 -> 2, aten.randint 1, inputs 5, mm 4, q2.dequantize 6,
-            q2.split_scales 4, triton 10
-  backward  inputs 28 -> 20, q2.dequantize 7 -> 5, aten.randint 1, mm 7, q2.quantize 4,
-            q2.transpose 3, triton 2
+  forward   q2.quantize 3 -> 2, aten.randint 1, inputs 4, mm 3, q2.dequantize 5,
+            q2.split_scales 3, triton 8
+  backward  inputs 21 -> 17, q2.dequantize 5 -> 4, aten.randint 1, mm 5, q2.quantize 3,
+            q2.transpose 2, triton 2
 
 swizzle_saved_scales (joint)
-  forward   swizzle_scales.cu 7 -> 0, inputs 5, q2.gemm 4, q2.quantize 5, q2.split_scales 1,
+  forward   swizzle_scales.cu 5 -> 0, inputs 4, q2.gemm 3, q2.quantize 4, q2.split_scales 1,
             triton 2
-  backward  aten.randint 1, inputs 18, q2.gemm 7, q2.quantize 4, q2.requantize 5, triton 2
+  backward  aten.randint 1, inputs 15, q2.gemm 5, q2.quantize 3, q2.requantize 4, triton 2
 
 keep_packed (option)
   forward   inputs 3, mm 2, q2.dequantize 4, q2.quantize 3, q2.split_scales 1, triton 1
@@ -387,11 +387,11 @@ keep_packed (option)
             q2.dequantize 2, q2.requantize 3, triton 1
 
 recompute_weights (option)
-  forward   inputs 5, mm 4, q2.dequantize 6, q2.quantize 5, q2.split_scales 1, triton 2
-  backward  inputs 18 -> 12, q2.quantize 4 -> 7, aten.randint 1, mm 7, q2.requantize 5, triton 2
+  forward   inputs 4, mm 3, q2.dequantize 5, q2.quantize 4, q2.split_scales 1, triton 2
+  backward  inputs 15 -> 11, q2.quantize 3 -> 5, aten.randint 1, mm 5, q2.requantize 4, triton 2
 
 cache_weights (option)
-  forward   inputs 5 -> 17, q2.quantize 5 -> 1, mm 4, q2.dequantize 6, q2.split_scales 1, triton 2
+  forward   inputs 4 -> 13, q2.quantize 4 -> 1, mm 3, q2.dequantize 5, q2.split_scales 1, triton 2
   weights   inputs 0 -> 1, q2.quantize 0 -> 1
-  backward  aten.randint 1, inputs 18, mm 7, q2.quantize 4, q2.requantize 5, triton 2""",
+  backward  aten.randint 1, inputs 15, mm 5, q2.quantize 3, q2.requantize 4, triton 2""",
         )
