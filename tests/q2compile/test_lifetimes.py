@@ -75,11 +75,8 @@ CASES = {
     "cache_weights and inductor": {"cache_weights": True},
     "dump": {**EAGER, "dump": "graphs"},
     "dump and inductor": {"dump": "graphs"},
-    "strict": {**EAGER, "strict": True},
-    "on_error": {**EAGER, "on_error": "bf16"},
-    "keep_packed": {**EAGER, "keep_packed": True},
-    "recompute_weights": {**EAGER, "recompute_weights": True},
-    "quartet": {**EAGER, "recipe": "quartet"},  # which saves masks
+    "on_error": {**EAGER, "on_error": "bf16", "keep_packed": True, "recompute_weights": True},
+    "quartet": {**EAGER, "recipe": "quartet", "strict": True},  # which saves masks
     "auto": {**EAGER, "policy": {"*": "auto"}},
     "telemetry": {**EAGER, "telemetry": {"every": 1}},
     "telemetry and inductor": {"telemetry": {"every": 1}},

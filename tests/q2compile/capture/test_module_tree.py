@@ -178,10 +178,8 @@ LEFT = {
     "plain": {},
     "inductor": {"inner": "inductor"},
     "cache_weights": {"cache_weights": True},
-    "dump": {"dump": "graphs"},
-    "strict": {"strict": True},
-    "on_error": {"on_error": "bf16"},
-    "telemetry": {"telemetry": {"every": 1}},
+    "dump": {"dump": "graphs", "strict": True},
+    "telemetry": {"telemetry": {"every": 1}, "on_error": "bf16"},
 }
 
 

@@ -93,8 +93,7 @@ class Model(nn.Module):
     not hasattr(inductor_memory, "peak_memory_from_buf_info_list"),
     reason="the estimate of torch 2.11 takes what a graph returns off before its first node",
 )
-@pytest.mark.parametrize("tokens", [64, 2048])
-@pytest.mark.parametrize("backend", ["inductor", "quartet2"])
+@pytest.mark.parametrize(("backend", "tokens"), [("inductor", 64), ("quartet2", 2048)])
 def test_as_inductor_sees_it(monkeypatch, backend, tokens):
     """Compared with the code for a B200, without the passes after the partitioner. The memory at
     the end of forward and backward is within 1%, the peak of the backward within 20%: there

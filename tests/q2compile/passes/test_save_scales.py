@@ -78,7 +78,8 @@ E4M3, CODES, SCALES = torch.float8_e4m3fn, WIDTH * WIDTH // 2, WIDTH * WIDTH // 
 
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 def test_the_same_bits_as_from_codes(inner):
-    results = [step(recompute_weights=value, inner=inner)[0] for value in ("auto", True, False)]
+    values = ("auto", True, False) if inner == "eager" else ("auto", False)
+    results = [step(recompute_weights=value, inner=inner)[0] for value in values]
     for other in results[1:]:
         assert all(map(torch.equal, results[0], other))
 

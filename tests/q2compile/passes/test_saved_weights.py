@@ -99,8 +99,10 @@ def test_what_no_gpu_is_short_of_is_kept(monkeypatch):
     assert kept(said(SOME)) == 3 * ["saved"]
 
 
-@pytest.mark.parametrize("recipe", ["quartet2", "nvfp4", "quartet"])
-@pytest.mark.parametrize("tokens", [FEW, SOME])
+@pytest.mark.parametrize(
+    ("tokens", "recipe"),
+    [(FEW, "quartet2"), (SOME, "quartet2"), (SOME, "nvfp4"), (SOME, "quartet")],
+)
 def test_the_same_bits_whatever_is_kept(tokens, recipe):
     """QuEST's mask of w is read by the backward alone."""
     results = [

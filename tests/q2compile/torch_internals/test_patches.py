@@ -143,13 +143,13 @@ def test_what_somebody_puts_there_meanwhile_stays(echoing, monkeypatch) -> None:
 # ---- compilations
 
 
-class Mlp(nn.Module):
+class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(64, 96), nn.Linear(96, 64)
+        self.up = nn.Linear(64, 96)
 
     def forward(self, x):
-        return self.down(torch.relu(self.up(x)))
+        return torch.relu(self.up(x))
 
 
 @pytest.fixture
@@ -170,7 +170,7 @@ def seen(monkeypatch) -> list[tuple[bool, bool]]:
 
 def train(backend: str, **options: Any) -> None:
     how: dict[str, Any] = {"options": options} if backend == "quartet2" else {}
-    model = torch.compile(Mlp(), backend=backend, **how)
+    model = torch.compile(Layer(), backend=backend, **how)
     model(torch.randn(64, 64)).sum().backward()
 
 
@@ -188,7 +188,7 @@ def test_every_graph_with_q2_ops(options, seen) -> None:
 @pytest.mark.parametrize("inner", ["inductor", "eager"])
 def test_between_forward_and_its_backward(inner) -> None:
     before = values()
-    model = torch.compile(Mlp(), backend="quartet2", options={"inner": inner})
+    model = torch.compile(Layer(), backend="quartet2", options={"inner": inner})
     with inductor_config.patch(fx_graph_cache=False):
         y = model(torch.randn(64, 64)).sum()
         assert_same(values(), before)
@@ -280,7 +280,7 @@ def test_a_lowering_of_cat() -> None:
         calls.append(V.current_node.name)
         return own(*args, **kwargs)
 
-    class Joined(Mlp):
+    class Joined(Layer):
         def forward(self, x):
             return torch.cat([super().forward(x), x.sin()], 1)
 
