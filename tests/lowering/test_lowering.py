@@ -62,25 +62,21 @@ def assert_same_bits(got, want) -> None:
 @pytest.mark.parametrize(
     ("scheme", "shape"),
     [
-        (FOUR_SIX, (64, 256)),
-        ("nvfp4_search_pow2", (37, 100)),
         ("nvfp4_search", (64, 256)),
         ("nvfp4_pow2", (37, 100)),
-        ("nvfp4_46", (64, 256)),
         ("nvfp4", (37, 100)),
         ("nvfp4_16x16_46_pow2", (37, 100)),
         ("nvfp4_16x16", (64, 256)),
-        ("mxfp4_rtn", (64, 256)),
-        ("mxfp4_rtn34", (37, 100)),
+        ("mxfp4_rtn34", (64, 256)),
         ("mxfp4_rceil", (37, 100)),
         ("mxfp4_rceil_32x32", (37, 100)),
-        ("mxfp4_rceil_32x32", (64, 256)),
         (FOUR_SIX + SWIZZLED, (137, 100)),
         ("nvfp4_46" + SWIZZLED, (137, 100)),
         ("mxfp4_rtn" + SWIZZLED, (137, 100)),
     ],
 )
 def test_the_reference_s_bits(scheme, shape, monkeypatch) -> None:
+    """Each rounding, each kind of scales and blocks, whole and ragged; by vectors see below."""
     check_the_reference_s_bits(scheme, shape, monkeypatch)
 
 
@@ -131,9 +127,11 @@ HELD = [
     ("mxfp4_rceil_sr", "none", False, (37, 100)),
     ("nvfp4_46_pow2", "rht32_fixed", True, (37, 100)),  # two blocks in a chunk
 ]
+# nvfp4_sr_pow2 and mxfp4_rtn34, rotated, are in test_subnormals.py.
+COMPILED_FOR_A_CPU = [case for case in HELD if case[0] not in ("nvfp4_sr_pow2", "mxfp4_rceil")]
 
 
-@pytest.mark.parametrize(("scheme", "transform", "transpose", "shape"), HELD)
+@pytest.mark.parametrize(("scheme", "transform", "transpose", "shape"), COMPILED_FOR_A_CPU)
 def test_the_reference_s_bits_of_rotations_and_random_bits(
     scheme, transform, transpose, shape, monkeypatch
 ) -> None:
