@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The PTX of the kernels for Blackwell, run on a CPU (tests/support/ptx), against the torch
-reference, bit by bit.
+reference, bit by bit. test_ptx_training.py has the kernels that training a linear launches; here
+are the others, other dtypes and other rows.
 
 One shape for each kernel and kind of operand: rows and columns end within a tile, and one thread
 block loops over all tiles. The tests of the emulation have more shapes and schemes; this runs them
@@ -63,17 +64,13 @@ def amax_of(x: torch.Tensor, scheme: str) -> torch.Tensor | None:
 @pytest.mark.parametrize(
     "scheme, transform, dtype",
     [
-        (EDEN, "rht128", torch.bfloat16),
         (EDEN + SWIZZLED, "rht128", torch.float16),
         (EXACT_EDEN, "rht128", torch.float32),
         (EDEN + DEQUANTIZED, "rht128", torch.bfloat16),
         ("nvfp4_sr_pow2" + SWIZZLED, "rht128", torch.bfloat16),
         ("nvfp4_sr", "rht16", torch.bfloat16),
         ("nvfp4_pow2", "rht16", torch.float16),
-        ("nvfp4" + SWIZZLED, "rht16", torch.bfloat16),
-        ("mxfp4_sr" + SWIZZLED, "rht64", torch.bfloat16),
         ("mxfp4_rtn34", "rht32", torch.float32),
-        ("mxfp4_rtn", "none", torch.float16),
         ("nvfp4_sr_clip_pow2", "rht32_fixed", torch.bfloat16),
     ],
 )
@@ -82,9 +79,8 @@ def test_rowwise_and_columnwise(scheme, transform, dtype) -> None:
     agree(calls.both(matrix(140, 136, dtype), *SEEDS, scheme, transform, 3))
 
 
-@pytest.mark.parametrize("scheme", [EDEN, "nvfp4_sr" + SWIZZLED])
-def test_columnwise(scheme) -> None:
-    agree(calls.one(matrix(140, 136), SEEDS[0], scheme, "rht16", True, 1))
+def test_columnwise() -> None:
+    agree(calls.one(matrix(140, 136), SEEDS[0], "nvfp4_sr" + SWIZZLED, "rht16", True, 1))
 
 
 @pytest.mark.parametrize(
@@ -95,7 +91,6 @@ def test_columnwise(scheme) -> None:
         ("nvfp4_46", torch.float16),
         ("nvfp4_search_pow2", torch.bfloat16),
         ("nvfp4_sr", torch.bfloat16),
-        ("mxfp4_rtn", torch.bfloat16),
     ],
 )
 def test_rowwise(scheme, dtype) -> None:
@@ -112,7 +107,6 @@ def test_with_a_trust_mask(scheme) -> None:
 @pytest.mark.parametrize(
     "source, scheme, transform",
     [
-        (FORWARD, EDEN + SWIZZLED, "rht128"),
         ("nvfp4_16x16", EXACT_EDEN, "rht128"),
         (FORWARD + SWIZZLED, "nvfp4_sr_pow2", "rht128"),
         ("nvfp4", "nvfp4_sr", "rht16"),
@@ -126,38 +120,28 @@ def test_requantize(source, scheme, transform) -> None:
     agree(calls.again(*packed, SEEDS[0], source, scheme, transform, 136, 1))
 
 
-@pytest.mark.parametrize("source, scheme", [(FORWARD, EDEN), (FORWARD + SWIZZLED, "nvfp4_sr")])
-def test_requantize_by_scales(source, scheme) -> None:
+def test_requantize_by_scales() -> None:
     x = matrix(145, 136)
-    scales = calls.plain(x, None, None, source)()[1:]
-    agree(calls.by_scales(x, *scales, SEEDS[0], source, scheme, "rht128", 1))
+    scales = calls.plain(x, None, None, FORWARD + SWIZZLED)()[1:]
+    agree(calls.by_scales(x, *scales, SEEDS[0], FORWARD + SWIZZLED, EDEN, "rht128", 1))
 
 
-@pytest.mark.parametrize("scheme, transform", [(EDEN, "rht128"), ("mxfp4_sr", "rht64")])
-def test_groups(scheme, transform) -> None:
+def test_groups() -> None:
     """Chunks filled with copies, empty groups, rows of no group."""
     offs = torch.tensor([3, 20, 20, 90, 130], dtype=torch.int32)
     groups = offs, padded_ends.padded_ends(offs)
     assert_same_bits(groups[1:], (q2.padded_ends(offs),))
-    agree(calls.grouped_both(matrix(140, 136), *groups, *SEEDS, scheme, transform, 3))
+    agree(calls.grouped_both(matrix(140, 136), *groups, *SEEDS, EDEN, "rht128", 3))
 
 
-@pytest.mark.parametrize("scheme, dtype", [(EDEN, torch.bfloat16), ("mxfp4_sr", torch.float32)])
-def test_with_dbias(scheme, dtype) -> None:
-    agree(calls.both(matrix(300, 72), *SEEDS, scheme, "rht64", 3, dbias=dtype))
+def test_with_dbias() -> None:
+    agree(calls.both(matrix(300, 72), *SEEDS, "mxfp4_sr", "rht64", 3, dbias=torch.float32))
 
 
-@pytest.mark.parametrize("kind", ["requantize", "rowwise"])
-def test_batched_launches(kind) -> None:
+def test_batched_launches() -> None:
     """Operands of different sizes, and one launch for the scales of all."""
-    members = []
-    for rows, cols in ((140, 136), (3, 64)):
-        packed = calls.plain(matrix(rows, cols), None, None, FORWARD)()
-        if kind == "requantize":
-            made = calls.again(*packed, SEEDS[1], FORWARD, EDEN + SWIZZLED, "rht128", cols, 1)
-        else:
-            made = calls.plain(matrix(rows, cols), None, None, FORWARD + SWIZZLED)
-        members.append(made)
+    sizes = (140, 136), (3, 64)
+    members = [calls.plain(matrix(*size), None, None, FORWARD + SWIZZLED) for size in sizes]
     ops = [getattr(quantizers, call.spec.name) for call in members]
     call = grouped_plan([op.plan(*c.positional) for op, c in zip(ops, members, strict=True)])
     assert [step.grid[1] for step in call.steps] == [2, 2]
@@ -248,4 +232,5 @@ def test_other_blackwells(architecture, kib, monkeypatch) -> None:
     ptx.serve(monkeypatch, architecture)
     pretend_device(monkeypatch, 1024 * kib, multiprocessors=1)
     agree(calls.both(matrix(140, 136), *SEEDS, EDEN + SWIZZLED, "rht128", 3))
-    agree(calls.plain(matrix(40, 72), None, None, FORWARD))
+    if kib == 228:
+        agree(calls.plain(matrix(40, 72), None, None, FORWARD))
