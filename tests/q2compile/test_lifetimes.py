@@ -83,8 +83,15 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("case", CASES)
+# Options that change what an inference graph does.
+IN_INFERENCE = ["eager", "inductor", "cache_weights", "cache_weights and inductor", "dump"]
+IN_INFERENCE += ["telemetry"]
+
+
+@pytest.mark.parametrize(
+    ("case", "training"),
+    [*((case, True) for case in CASES), *((case, False) for case in IN_INFERENCE)],
+)
 def test_a_model_dies_as_with_inductor(case, training, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert left_after(training, "quartet2", CASES[case]) <= left_by_inductor(training)
