@@ -22,7 +22,7 @@ from tests.support import model_matrix, model_zoo
 # weight, its gradient has the cosine 1 / sqrt(1 + 0.015 c + 0.019 d). The longest ways here,
 # through two layers and back, have c = d = 10: 0.86. Norms after each sublayer, as in Gemma 3,
 # amplify errors; 0.8 allows 1.6 times the squared error. Five other seeds of Gemma 3, the worst
-# model here, gave 0.865 and more.
+# model here, gave 0.865 and more when it had two layers.
 MIN_WHOLE_COSINE = 0.8
 # A single weight's gradient can cancel where its error does not: with the usual initialization all
 # softmax weights are nearly the same, so q and k have small gradients, and v the mean of those of
@@ -58,12 +58,12 @@ EXPECTED = {
     "llama": Expected(15, 15, {ATTENTION: 2}),
     "llama_tied": Expected(8, 8, {ATTENTION: 1}),
     "qwen3": Expected(8, 8, {ATTENTION: 1}),
-    "gemma3": Expected(15, 15, {ATTENTION: 2}),
+    "gemma3": Expected(8, 8, {ATTENTION: 1}),
     "qwen3_moe": Expected(7, 8, {ATTENTION: 1, SMALL: 1}),
     "qwen3_moe_bf16": Expected(7, 8, {ATTENTION: 1, SMALL: 1}),
     "mixtral": Expected(5, 8, {ATTENTION: 1, SMALL: 1, UNSEEN: 2}, graphs=11),
-    # q and kv each in two steps, and o: 5 a layer. Then 3 of the dense MLP, 3 of the shared expert.
-    "deepseek_v3": Expected(19, 20, {ATTENTION: 2, SMALL: 1}),
+    # q and kv each in two steps, and o: 5 a layer. Then 3 of the shared expert.
+    "deepseek_v3": Expected(11, 12, {ATTENTION: 1, SMALL: 1}),
     "gpt_oss": Expected(7, 8, {PRODUCT: 2, SMALL: 1}),  # attention with sinks, written out
     "llama4": Expected(10, 11, {ATTENTION: 1, SMALL: 1}),  # 3 of the shared expert
     "gpt2": Expected(5, 5, {ATTENTION: 1}, graphs=2),  # q, k and v are one
@@ -105,8 +105,7 @@ def test_a_training_step(name: str) -> None:
 
 # Models that compile quickly; MODELS.md was written with all.
 @pytest.mark.parametrize("name", ["by_hand", "lora"])
-def test_what_plain_inductor_compiles_is_compiled(name: str) -> None:
-    model_matrix.run_plain_inductor(name)
+def test_under_inductor(name: str) -> None:
     result = model_matrix.run(name, "inductor")
     assert result.loss_change < MAX_LOSS_CHANGE and result.whole > MIN_WHOLE_COSINE
 

@@ -91,12 +91,12 @@ def mixtral() -> Built:
 
 
 def deepseek_v3() -> Built:
-    """Multi-head latent attention; the first layer is dense, the second has experts, by bmm."""
+    """Multi-head latent attention; experts by bmm. The first layer of others is dense."""
     model, inputs = _language_model(
         transformers.DeepseekV3Config(
-            **{**DECODER, "num_hidden_layers": 2, "num_key_value_heads": 4},
+            **{**DECODER, "num_key_value_heads": 4},
             moe_intermediate_size=32,
-            first_k_dense_replace=1,
+            first_k_dense_replace=0,
             n_routed_experts=4,
             num_experts_per_tok=2,
             n_group=1,
@@ -140,9 +140,8 @@ def llama4() -> Built:
 
 
 def gemma3() -> Built:
-    """Text only; one layer of local and one of global attention."""
-    layers = ["sliding_attention", "full_attention"]
-    config = {**DECODER, "num_hidden_layers": 2, "head_dim": 16, "layer_types": layers}
+    """Text only; a layer of local attention."""
+    config = {**DECODER, "head_dim": 16, "layer_types": ["sliding_attention"]}
     return _language_model(transformers.Gemma3TextConfig(**config, sliding_window=16))
 
 
