@@ -11,10 +11,12 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
+import torch
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
+import train_llama  # noqa: E402
 from several_gpus import Team  # noqa: E402
 
 from tests.end_to_end.distributed.ranks import run  # noqa: E402
@@ -44,17 +46,13 @@ for arguments in json.loads(sys.argv[1]):
 """
 
 
-def train(corpus: Path, processes: int, ways: dict[Path, list[str]]) -> None:
-    """ways: a folder for the results -> arguments."""
+def command(corpus: Path, out: Path, how: list[str]) -> list[str]:
+    """The arguments of a run with its results in ``out``."""
     common = ["--size", "tiny", "--steps", str(STEPS), "--batch", "4", "--seq", "64"]
     common += ["--vocab", "256", "--eval-batches", "2", "--compile-options", '{"inner": "eager"}']
     common += ["--device", "cpu", "--data", str(corpus)]
     common += ["--recipes", "quartet2"]
-    runs = [[*common, "--out", str(out), *how] for out, how in ways.items()]
-    worker = corpus.parent / "worker.py"
-    worker.write_text(WORKER.format(examples=str(EXAMPLES)))
-    printed = run(str(worker), processes, json.dumps(runs))
-    assert printed.count("reading") == len(ways)  # one process speaks
+    return [*common, "--out", str(out), *how]
 
 
 def losses(out: Path) -> dict[tuple[str, int], float]:
@@ -66,7 +64,8 @@ def losses(out: Path) -> dict[tuple[str, int], float]:
 @pytest.fixture(scope="module")
 def one_process(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("one")
-    train(corpus, 1, {out: []})
+    torch._dynamo.reset()
+    assert train_llama.main(command(corpus, out, [])) == 0
     return out
 
 
@@ -76,7 +75,13 @@ WAYS = {"ddp": ["--ddp"], "fsdp": ["--fsdp"], "tp": ["--tp", "2"]}
 @pytest.fixture(scope="module")
 def two_processes(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two")
-    train(corpus, 2, {folder / name: how for name, how in WAYS.items()})
+    runs = [command(corpus, folder / name, how) for name, how in WAYS.items()]
+    worker = corpus.parent / "worker.py"
+    worker.write_text(WORKER.format(examples=str(EXAMPLES)))
+    printed = run(
+        str(worker), 2, json.dumps(runs), module="transformers.models.llama.modeling_llama"
+    )
+    assert printed.count("reading") == len(runs)  # one process speaks
     return folder
 
 

@@ -8,6 +8,7 @@ ranks are forks of a process that has imported both (tests/support/forked.py).
 from __future__ import annotations
 
 import gc
+import importlib
 import math
 import os
 import runpy
@@ -25,10 +26,12 @@ _GRACE = 60.0  # seconds
 _PROGRAM = "import sys; from tests.end_to_end.distributed import ranks; sys.exit(ranks.main())"
 
 
-def run(worker: str, ranks: int, *arguments: str, fails: bool = False) -> str:
+def run(
+    worker: str, ranks: int, *arguments: str, fails: bool = False, module: str = "q2compile.backend"
+) -> str:
     """Run ``worker`` to its end, and return what the ranks print. fails: whether a rank is expected
-    to end with an error."""
-    done = forked.run(_PROGRAM, str(ranks), str(FOLDER / worker), *arguments)
+    to end with an error. module: imported once for all ranks."""
+    done = forked.run(_PROGRAM, str(ranks), module, str(FOLDER / worker), *arguments)
     assert (done.returncode != 0) == fails, done.stderr[-4000:]
     return done.stdout
 
@@ -52,10 +55,10 @@ def _run_rank(rank: int, worker: str) -> int:
 
 def main() -> int:
     """Start the ranks, and wait for their end."""
-    import q2compile.backend  # noqa: F401
-
-    ranks, worker = int(sys.argv[1]), sys.argv[2]
-    sys.argv = sys.argv[2:]
+    ranks, module, worker = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    importlib.import_module("q2compile.backend")
+    importlib.import_module(module)
+    sys.argv = sys.argv[3:]
     sys.path.insert(0, str(FOLDER))
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
