@@ -26,7 +26,7 @@ OWN = (
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
-    """The changes by each case, seen by a fresh process."""
+    """The changes up to the end of each case, seen by a fresh process."""
     file = tmp_path_factory.mktemp("state") / "changes.json"
     done = forked.run_file(SUPPORT / "neighbors_state.py", str(file))
     assert done.returncode == 0, done.stderr[-4000:]
@@ -47,7 +47,7 @@ def test_torch_and_python_are_as_before(case: str, found: dict[str, dict[str, st
 
 def test_the_test_sees_what_is_registered(found: dict[str, dict[str, str]]) -> None:
     """A lowering of q2compile's own, in a dictionary of torch's."""
-    seen = found["recipe quartet2"]
+    seen = found["recipes"]
     assert "torch._inductor.lowering:lowerings[q2.gemm.default]" in seen
 
 

@@ -172,12 +172,13 @@ CASES = {
     "linear bf16": Case(lambda: (_mlp().bfloat16(), [torch.randn(ROWS).bfloat16()])),
     "inference": Case(LINEAR, trains=False),
     "freezing": Case(LINEAR, trains=False, inductor={"freezing": True}),
-    "cuda graphs": Case(LINEAR, compile={"mode": "reduce-overhead"}),
     "cpp_wrapper": Case(LINEAR, trains=False, inductor={"cpp_wrapper": True}),
     "max_autotune": Case(LINEAR, trains=False, inductor={"max_autotune": True}),
-    "nan_asserts": Case(LINEAR, inductor={"nan_asserts": True}),
-    "no fusion": Case(of(lambda x: x.sin().cos(), ROWS), inductor={"epilogue_fusion": False}),
-    "emulated casts": Case(LINEAR, inductor={"emulate_precision_casts": True}),
+    "settings of a training": Case(
+        LINEAR,
+        compile={"mode": "reduce-overhead"},
+        inductor={"nan_asserts": True, "epilogue_fusion": False, "emulate_precision_casts": True},
+    ),
     "batchnorm": Case(module(lambda: nn.BatchNorm1d(32), *ROWS)),
     "layernorm": Case(module(lambda: nn.LayerNorm(32), *ROWS)),
     "conv": Case(module(lambda: nn.Conv2d(3, 4, 3), 2, 3, 8, 8)),
@@ -206,8 +207,9 @@ TOGETHER = {
     ),
     "layers": (
         *("linear", "batchnorm", "layernorm", "conv", "embedding", "embedding bag", "dropout"),
-        *("custom function", "checkpoint", "attention", "einsum", "bmm"),
+        *("custom function", "checkpoint", "attention", "einsum", "bmm", "linear bf16"),
     ),
+    "dynamic shapes": ("dynamic", "dynamic cat"),
     "without gradients": ("fp8", "inference", "cond"),
 }
 
@@ -232,14 +234,14 @@ def together(names: Sequence[str]) -> Case:
     """The case of a group."""
     cases = [CASES[name] for name in names]
     (trains,) = {case.trains for case in cases}
-    assert not any(case.compile or case.inductor for case in cases)
+    assert all((case.compile, case.inductor) == (cases[0].compile, {}) for case in cases)
 
     def make() -> Any:
         made = [case.make() for case in cases]
         functions, inputs = zip(*made, strict=True)
         return _Together(functions, [len(i) for i in inputs]), sum(map(list, inputs), [])
 
-    return Case(make, trains)
+    return Case(make, trains, cases[0].compile)
 
 
 def graphs() -> dict[str, Case]:

@@ -28,32 +28,33 @@ RECIPES = ("nvfp4", "quartet")  # beside those that Inductor compiles
 EAGER = {"inner": "eager"}
 
 
-def options(folder: str) -> dict[str, dict[str, Any]]:
-    """Options to compile a model with, each under a name. Changes stay, and are compared with the
-    state before the first, so options that do not exclude each other share a training."""
+def options(folder: str) -> dict[str, list[dict[str, Any]]]:
+    """Options to compile models with, in groups. Changes stay, and are compared with the state
+    before the first after each group, so options that do not exclude each other share a training.
+    """
+    recipes: list[dict[str, Any]] = [{"recipe": name} for name in ("bf16", "quartet2")]
+    recipes += [{"recipe": name, **EAGER} for name in RECIPES]
     return {
-        **{f"recipe {name}": {"recipe": name} for name in ("bf16", "quartet2")},
-        **{f"recipe {name}": {"recipe": name, **EAGER} for name in RECIPES},
-        "bf16 by policy": {"policy": {"*": "bf16"}},
-        "cache_weights, dump, fuse_rotations, inductor": {
-            "cache_weights": True,
-            "dump": f"{folder}/dump",
-            "fuse_rotations": True,
-            "inductor": {"nan_asserts": True},
-        },
-        "telemetry, on_error": {
-            "telemetry": {"every": 1, "to": f"{folder}/telemetry"},
-            "on_error": "bf16",
-            **EAGER,
-        },
-        "keep_packed": {"keep_packed": True, **EAGER},
-        "strict, recompute_weights, disable_passes, global_scale": {
-            "strict": True,
-            "recompute_weights": True,
-            "disable_passes": ["share_operands"],
-            "global_scale": "exact",
-            **EAGER,
-        },
+        "recipes": [*recipes, {"policy": {"*": "bf16"}}],
+        "cache_weights, dump, fuse_rotations, inductor": [
+            {
+                "cache_weights": True,
+                "dump": f"{folder}/dump",
+                "fuse_rotations": True,
+                "inductor": {"nan_asserts": True},
+            }
+        ],
+        "other options": [
+            {"telemetry": {"every": 1, "to": f"{folder}/telemetry"}, "on_error": "bf16", **EAGER},
+            {"keep_packed": True, **EAGER},
+            {
+                "strict": True,
+                "recompute_weights": True,
+                "disable_passes": ["share_operands"],
+                "global_scale": "exact",
+                **EAGER,
+            },
+        ],
     }
 
 
@@ -99,8 +100,9 @@ def main() -> None:
         train_with("inductor")
         by_torch = changes(before, state())
         found = {}
-        for name, given in options(folder).items():
-            train_with("quartet2", given, checkpointed=name == "keep_packed")
+        for name, group in options(folder).items():
+            for given in group:
+                train_with("quartet2", given, checkpointed="keep_packed" in given)
             found[name] = changes(before, state())
         import q2compile
 
