@@ -184,15 +184,20 @@ CHECKPOINTS = {
 }
 
 
+@pytest.fixture(scope="module")
+def of_the_plain_loop():
+    model = new_model()
+    torch._dynamo.reset()
+    return gradients(quantized(model), model)
+
+
 @pytest.mark.parametrize("kind", CHECKPOINTS)
-def test_checkpointing_gives_the_bits_of_the_plain_loop(kind, tmp_path):
+def test_checkpointing_gives_the_bits_of_the_plain_loop(kind, of_the_plain_loop, tmp_path):
     around, again = CHECKPOINTS[kind]
-    plain = new_model()
-    expected = gradients(quantized(plain), plain)
     torch._dynamo.reset()
     model = new_model(around)
     options = {"dump": str(tmp_path), "keep_packed": False}
-    assert_same(gradients(quantized(model, **options), model), expected)
+    assert_same(gradients(quantized(model, **options), model), of_the_plain_loop)
     text = (tmp_path / "graph_0" / "3_backward.txt").read_text()
     forward_gemm = "'nvfp4_46_pow2', 'nvfp4_46_pow2'"
     quantizers = [line for line in text.splitlines() if " = q2.quantize(" in line]
@@ -244,12 +249,9 @@ def test_deterministic_algorithms():
     """q2compile needs no nondeterministic algorithm. The same seed gives the same bits."""
     torch.use_deterministic_algorithms(True)
     try:
-        runs = []
-        for _ in range(2):
-            torch._dynamo.reset()
-            model = new_model()
-            runs.append(gradients(torch.compile(model, backend="quartet2"), model))
-        assert_same(*runs)
+        model = new_model()
+        compiled = torch.compile(model, backend="quartet2")
+        assert_same(*(gradients(compiled, model) for _ in range(2)))
     finally:
         torch.use_deterministic_algorithms(False)
 

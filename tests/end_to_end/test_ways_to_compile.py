@@ -121,12 +121,12 @@ def test_per_block_compile():
 SHAPES = ((4, 9), (7, 16), (3, 5), (7, 33), (4, 9))
 
 
-def compilations(backend, dynamic):
+def compilations(dynamic):
     """Graphs that Dynamo has compiled after each of the shapes, forward and backward."""
     torch._dynamo.reset()
     counters.clear()
     block = Block()
-    compiled = torch.compile(block, backend=backend, dynamic=dynamic)
+    compiled = torch.compile(block, backend="quartet2", dynamic=dynamic)
     counted = []
     for shape in SHAPES:
         block.zero_grad()
@@ -137,11 +137,9 @@ def compilations(backend, dynamic):
 
 
 @pytest.mark.parametrize("dynamic", [True, None])
-def test_changing_batches_and_lengths_recompile_no_more_than_inductor(dynamic):
+def test_recompilations_for_changing_batches_and_lengths(dynamic):
     """dynamic=None is torch's default: a size becomes symbolic when it has changed."""
-    ours = compilations("quartet2", dynamic)
-    assert ours == compilations("inductor", dynamic)
-    assert ours == ([1] * 5 if dynamic else [1, 2, 2, 2, 2])
+    assert compilations(dynamic) == ([1] * 5 if dynamic else [1, 2, 2, 2, 2])  # as Inductor alone
 
 
 def test_dynamic_shapes_with_a_dump_and_a_report(tmp_path):
@@ -237,14 +235,6 @@ def test_torch_func_around_a_compiled_model_is_torchs_own_eager():
     compiled, x = quantized(model), torch.randn(4, 32)
     torch.testing.assert_close(torch.func.vmap(compiled)(x), model(x))
     assert counters["stats"]["unique_graphs"] == 0
-
-
-def test_second_derivatives_are_refused():
-    model = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32))
-    x = torch.randn(4, 32, requires_grad=True)
-    y = quantized(model)(x).sum()
-    with pytest.raises(RuntimeError, match="double backward|does not require grad"):
-        torch.autograd.grad(y, x, create_graph=True)[0].sum().backward()
 
 
 @pytest.mark.parametrize("way", ["torch.compile", "Module.compile"])
