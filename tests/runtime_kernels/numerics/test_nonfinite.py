@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A NaN or Inf poisons its own blocks and nothing else, for every scheme and op (blocks.py)."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -50,21 +52,25 @@ def test_quantize(scheme, value) -> None:
     assert_others_as_without(parts, clean, expected, scheme)
 
 
-@pytest.mark.parametrize("transpose", [False, True])
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("scheme", ONE_ROW)
-def test_rht_quantize(scheme, transform, transpose) -> None:
-    for value in VALUES:
-        bad = with_bad(matrix(), value)
-        expected = spread(~(bad.t() if transpose else bad).isfinite(), scheme, transform)
-        if expected.all():  # a chunk of 128 rows holds all there are
-            continue
-        cut = expected[:, : bad.shape[0 if transpose else 1]]
-        without = bad.masked_fill(cut.t() if transpose else cut, 0.0)
-        args = (SEED, scheme, transform, transpose, 3)
-        parts, clean = calls.one(bad, *args)(), calls.one(without, *args)()
-        assert_poison(parts, expected, scheme)
-        assert_others_as_without(parts, clean, expected, scheme)
+# Any two of scheme, transform, direction and value meet.
+ROTATED = [
+    (scheme, transform, bool((i + j) % 2), VALUES[(i + j // 2) % len(VALUES)])
+    for (i, scheme), (j, transform) in product(enumerate(ONE_ROW), enumerate(TRANSFORMS))
+]
+
+
+@pytest.mark.parametrize("scheme, transform, transpose, value", ROTATED)
+def test_rht_quantize(scheme, transform, transpose, value) -> None:
+    bad = with_bad(matrix(), value)
+    expected = spread(~(bad.t() if transpose else bad).isfinite(), scheme, transform)
+    if expected.all():  # a chunk of 128 rows holds all there are
+        return
+    cut = expected[:, : bad.shape[0 if transpose else 1]]
+    without = bad.masked_fill(cut.t() if transpose else cut, 0.0)
+    args = (SEED, scheme, transform, transpose, 3)
+    parts, clean = calls.one(bad, *args)(), calls.one(without, *args)()
+    assert_poison(parts, expected, scheme)
+    assert_others_as_without(parts, clean, expected, scheme)
 
 
 @pytest.mark.parametrize("transform", ["none", "h32", "rht64_fixed"])

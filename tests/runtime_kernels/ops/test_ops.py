@@ -2,6 +2,8 @@
 """The ops of namespace q2: fakes agree with real outputs, shapes may be symbolic, errors say what
 to do."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -56,8 +58,14 @@ def test_an_amax_that_is_not_given_is_found(scheme):
     assert all(torch.equal(a.float(), b.float()) for a, b in zip(found, given, strict=True))
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("shape", [(24, 40), (0, 16), (3, 1)])
+# Shapes of results depend on the format and on the blocks, not on the rounding.
+EACH_BLOCK = ("nvfp4_46_pow2", "nvfp4_16x16", "mxfp4_rtn", "mxfp4_rceil_32x32")
+
+
+@pytest.mark.parametrize(
+    "scheme, shape",
+    [*product(SCHEMES, [(24, 40)]), *product(EACH_BLOCK, [(0, 16), (3, 1)])],
+)
 def test_quantize(scheme, shape):
     x = torch.randn(shape)
     spec = SCHEMES[scheme]
@@ -70,7 +78,7 @@ def test_quantize(scheme, shape):
 @pytest.mark.parametrize("transform", ["none", "h32", "rht128"])
 @pytest.mark.parametrize("transpose", [False, True])
 def test_rht_quantize(scheme, transform, transpose):
-    for shape in ((24, 40), (0, 16)):
+    for shape in ((24, 40), (0, 16))[: 2 if transform == "h32" else 1]:
         check(calls.one(torch.randn(shape), SEED, scheme, transform, transpose, 1))
 
 
