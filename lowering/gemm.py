@@ -53,8 +53,8 @@ def product(call: OpCall) -> Any:
     b = lowerings[_aten.permute.default](b, [1, 0])
     # Global scales that are not part of a dequantized operand.
     scales = [
-        unit
-        for unit, scheme in ((a_global, a_scheme), (b_global, b_scheme))
+        global_scale
+        for global_scale, scheme in ((a_global, a_scheme), (b_global, b_scheme))
         if not get_scheme(scheme).has_pow2_scale
     ]
     if not scales and dtype == torch.bfloat16 and (bias is None or bias.get_dtype() == dtype):
@@ -157,9 +157,9 @@ def operands(gemm: fx.Node) -> list[Operand]:
 
 def _source(gemm: fx.Node, first: int, at: int) -> _Source:
     """The source of an operand. first, at: positions of its codes and its scheme."""
-    node, scales_node, unit_node = ungathered(gemm, first)
+    node, scales_node, global_scale_node = ungathered(gemm, first)
     gather, lowered = gather_of(gemm.args[first]), cast(Any, V.graph.env)
-    unit = lowered.get(unit_node)
+    global_scale = lowered.get(global_scale_node)
     if gather is None:
         codes, scales = lowered[node], lowered[scales_node]
     else:  # which may have been the last to read them
@@ -170,7 +170,14 @@ def _source(gemm: fx.Node, first: int, at: int) -> _Source:
         lowering_state().dequantized[node] = codes
         return _Source(node, ())
     cols = 2 * codes.get_size()[1]
-    args = codes, scales, unit if spec.has_pow2_scale else None, scheme, cols, torch.bfloat16
+    args = (
+        codes,
+        scales,
+        global_scale if spec.has_pow2_scale else None,
+        scheme,
+        cols,
+        torch.bfloat16,
+    )
     return _Source(node, args)
 
 

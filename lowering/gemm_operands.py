@@ -61,9 +61,13 @@ def _is_left_unread(output: fx.Node, reader: fx.Node) -> bool:
 def ungathered(gemm: fx.Node, first: int) -> tuple[Any, Any, Any]:
     """The nodes of an operand's codes, scales and global scale; if q2::gather_rows gathered its
     rows, of the matrix before."""
-    codes, scales, unit = (gemm.args[i] for i in range(first, first + 3))
+    codes, scales, global_scale = (gemm.args[i] for i in range(first, first + 3))
     gather = gather_of(codes)
-    return (codes, scales, unit) if gather is None else (gather.args[0], gather.args[1], unit)
+    return (
+        (codes, scales, global_scale)
+        if gather is None
+        else (gather.args[0], gather.args[1], global_scale)
+    )
 
 
 def gather_of(codes: Any) -> fx.Node | None:

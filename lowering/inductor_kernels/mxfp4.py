@@ -54,5 +54,5 @@ def quantize(blocks: Blocks, scheme: Scheme) -> Quantized:
             ops.where(finite, rounding.scale(place), integer(_NAN_BYTE)), torch.uint8
         )
 
-    unit = blocks.scalar(torch.float32, lambda: number(1.0 / scheme.shrink))
-    return codes, blocks.scales(byte, scheme), unit
+    global_scale = blocks.scalar(torch.float32, lambda: number(1.0 / scheme.shrink))
+    return codes, blocks.scales(byte, scheme), global_scale

@@ -65,14 +65,16 @@ class _Pow2:
 
 
 class _Exact:
-    """s = e4m3(largest / vmax / g); unit and inverse load g and 1/g."""
+    """s = e4m3(largest / vmax / g); global_scale and inverse load g and 1/g."""
 
-    def __init__(self, fp: Fp32, largest: PerBlock, unit: PerBlock, inverse: PerBlock) -> None:
-        self.fp, self.largest, self.unit, self.inverse = fp, largest, unit, inverse
+    def __init__(
+        self, fp: Fp32, largest: PerBlock, global_scale: PerBlock, inverse: PerBlock
+    ) -> None:
+        self.fp, self.largest, self.global_scale, self.inverse = fp, largest, global_scale, inverse
 
     def code(self, place: Index, vmax: float) -> Value:
         scale = self.fp.div(fp32.float_of(self.largest(place)), number(vmax))
-        scale = ops.minimum(self.fp.div(scale, self.unit([])), number(E4M3_MAX))
+        scale = ops.minimum(self.fp.div(scale, self.global_scale([])), number(E4M3_MAX))
         return fp32.e4m3_byte(scale)
 
     def ratio(self, four: Value, six: Value) -> Value:
@@ -125,28 +127,26 @@ def quantize_exact(blocks: Blocks, load_amax: PerBlock, scheme: Scheme) -> Quant
     """Codes, scales and the papers' global scale, from an amax that is loaded from []."""
     fp = Fp32(blocks.device)
 
-    def global_scale() -> Value:
+    def computed() -> Value:
         amax = load_amax([])
-        unit = fp.div(amax, number(scheme.vmax * scheme.cap))
-        unit = ops.where(
-            ops.eq(unit, number(0.0)), number(1.0), ops.maximum(unit, number(fp32.TINY))
-        )
+        g = fp.div(amax, number(scheme.vmax * scheme.cap))
+        g = ops.where(ops.eq(g, number(0.0)), number(1.0), ops.maximum(g, number(fp32.TINY)))
         finite = fp32.is_finite(fp32.magnitude_bits(amax))
-        return ops.where(finite, unit, number(float("nan")))
+        return ops.where(finite, g, number(float("nan")))
 
-    unit = blocks.scalar(torch.float32, global_scale)
-    load_unit = unit.make_loader()
-    inverse = blocks.scalar(torch.float32, lambda: fp.div(number(1.0), load_unit([])))
+    global_scale = blocks.scalar(torch.float32, computed)
+    load_g = global_scale.make_loader()
+    inverse = blocks.scalar(torch.float32, lambda: fp.div(number(1.0), load_g([])))
     largest = blocks.largest().make_loader()
-    scales = _Exact(fp, largest, load_unit, inverse.make_loader())
+    scales = _Exact(fp, largest, load_g, inverse.make_loader())
     rounding = _rounding(blocks, scheme, scales)
 
     def byte(place: Index) -> Value:
         """The block's scale; NaN for a poisoned block, or where the global scale is."""
-        unit = load_unit([])
-        finite = ops.logical_and(fp32.is_finite(largest(place)), ops.eq(unit, unit))
+        g = load_g([])
+        finite = ops.logical_and(fp32.is_finite(largest(place)), ops.eq(g, g))
         code = ops.where(finite, rounding.scale(place), integer(_NAN_BYTE))
         return ops.to_dtype(code, torch.uint8)
 
     codes = blocks.pack(rounding.code)
-    return codes, blocks.scales(byte, scheme), unit
+    return codes, blocks.scales(byte, scheme), global_scale

@@ -194,8 +194,10 @@ def _saved_uses(
             for salt in salts:
                 wgrad = recipes[salt].wgrad if salt in recipes else None
                 if wgrad is not None and wgrad.b.source == "forward":
-                    codes, scales, unit = parts
-                    yield _Use((salt, "wgrad", "x"), (codes, scales, unit), call.scheme.name)
+                    codes, scales, global_scale = parts
+                    yield _Use(
+                        (salt, "wgrad", "x"), (codes, scales, global_scale), call.scheme.name
+                    )
 
 
 def _reused(recipe: Recipe) -> bool:
@@ -230,9 +232,9 @@ def _add_marks(graph: fx.Graph, uses: list[_Use], layout: Layout, end: fx.Node) 
         if maker in marks or requantizes or maker.op == "placeholder":
             continue
         layout.marks.append(use.place)
-        codes, scales, unit = use.parts
+        codes, scales, global_scale = use.parts
         readers = [n for n in codes.users if is_q2(n, *GEMM_OPS)]
-        after = min(readers) if readers else unit
+        after = min(readers) if readers else global_scale
         marks[maker] = _call(graph, torch.ops.q2.mark.default, (codes, scales), after)
     if not marks:
         return None

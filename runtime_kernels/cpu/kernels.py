@@ -39,7 +39,7 @@ class Operand(ctypes.Structure):
         h=("above", c_int32),
         i=("rng_offset", c_uint32),
         j=("vmax vmax_four inverse_vmax inverse_vmax_four cap amax_divisor", c_float),
-        k=("shrink unit_of_mx factor", c_float),
+        k=("shrink global_scale_of_mx factor", c_float),
         m=("steps", c_int32 * STEPS),
         n=("step_count", c_int32),
         o=("seed sign_seed factor_tensor amax shares codes scales global_scale mask", c_void_p),

@@ -73,7 +73,7 @@ def _operand(scheme: Scheme, transform: Transform, columnwise: bool) -> kernels.
         cap=scheme.cap,
         amax_divisor=vmax * scheme.cap,
         shrink=scheme.shrink,
-        unit_of_mx=1.0 / scheme.shrink,
+        global_scale_of_mx=1.0 / scheme.shrink,
         factor=transform.norm,
         step_count=len(scheme.steps),
     )
@@ -101,7 +101,7 @@ class _Maker:
 
     def of_source(self, by_scales: bool, seed) -> list[torch.Tensor]:
         """Requantizes codes with scales, or a matrix by given scales."""
-        x, scales, unit = (self.call.args[name] for name in self.call.spec.source)
+        x, scales, global_scale = (self.call.args[name] for name in self.call.spec.source)
         scheme, columns = self.call.source_scheme, self.call.args["rows"]
         assert scheme is not None
         transform = self.call.transform
@@ -115,8 +115,8 @@ class _Maker:
         scales = plain_scales(scales, x.shape[0], ceil_div(width, scheme.width), scheme)
         operand.source_scales, operand.scales_across = scales.data_ptr(), scales.shape[1]
         operand.source_is_mx, operand.source_height = scheme.format == "mxfp4", scheme.block[0]
-        operand.source_global = unit.data_ptr()
-        more = {"factor_tensor": unit.data_ptr()}
+        operand.source_global = global_scale.data_ptr()
+        more = {"factor_tensor": global_scale.data_ptr()}
         return self._run(operand, x, x.shape[0], columns, seed, transform, more)
 
     def _new(self, columnwise: bool, transform: Transform) -> kernels.Operand:
@@ -151,16 +151,22 @@ class _Maker:
 
     def in_form(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
         """Codes and scales in the form that was asked for."""
-        codes, scales, unit, *mask = parts
+        codes, scales, global_scale, *mask = parts
         if self.asked.swizzled:
             scales = swizzle_32x4x4(scales).view(-1, 512)
         elif self.asked.dequantized:
             has_pow2_scale = self.scheme.has_pow2_scale
             width = 2 * codes.shape[1]
-            codes = dequantized(codes, scales, unit if has_pow2_scale else None, self.scheme, width)
+            codes = dequantized(
+                codes, scales, global_scale if has_pow2_scale else None, self.scheme, width
+            )
             scales = scales.new_empty((0, 0))
-            unit = torch.where(unit.isnan(), unit, 1.0) if has_pow2_scale else unit
-        return [codes, scales, unit, *mask]
+            global_scale = (
+                torch.where(global_scale.isnan(), global_scale, 1.0)
+                if has_pow2_scale
+                else global_scale
+            )
+        return [codes, scales, global_scale, *mask]
 
 
 @kernel(
@@ -197,11 +203,11 @@ def requantize(*args: Any) -> list[torch.Tensor]:
     maker, seed = _Maker(call), call.args["columnwise_seed"]
     if not call.grouped:
         return maker.in_form(maker.of_source(call.by_scales, seed))
-    codes, scales, unit = (call.args[name] for name in call.spec.source)
+    codes, scales, global_scale = (call.args[name] for name in call.spec.source)
     scheme, columns = call.source_scheme, call.args["rows"]
     assert scheme is not None
     x = dequantized(codes, scales, None, scheme, columns, torch.float32)
-    return _in_groups(maker, x, seed, factor_tensor=unit.data_ptr())
+    return _in_groups(maker, x, seed, factor_tensor=global_scale.data_ptr())
 
 
 def _in_groups(maker: _Maker, x: torch.Tensor, seed, **more: Any) -> list[torch.Tensor]:

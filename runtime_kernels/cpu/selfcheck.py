@@ -126,9 +126,11 @@ def _small(call: QuantizerCall) -> Sequence[Any]:
         if call.args["amax"] is not None:
             args["amax"] = x.abs().amax().float()
     else:
-        codes, scales, unit = _quantized(call.source_scheme.name, x)
+        codes, scales, global_scale = _quantized(call.source_scheme.name, x)
         source = x if call.by_scales else codes
-        args |= dict(zip(call.spec.source, (source, scales, unit), strict=True), rows=_COLUMNS)
+        args |= dict(
+            zip(call.spec.source, (source, scales, global_scale), strict=True), rows=_COLUMNS
+        )
     if call.grouped:
         offs = torch.tensor(_ENDS, dtype=torch.int32)
         args |= {"offs": offs, "padded_offs": padded_ends(offs)}

@@ -103,10 +103,10 @@ def dequantize(
     inputs = 2 + (global_scale is not None)
     groups = rows * half // 4
     whole = cols == 2 * half and spec.block[0] == 1
-    unit = 0 if global_scale is None else BufferSlot(2)
+    scale_slot = 0 if global_scale is None else BufferSlot(2)
     blocks = max(1, ceil_div(groups, THREADS))
     extents = groups, half // 4, cols, spec.block[0].bit_length() - 1
-    matrix = Matrix(BufferSlot(0), BufferSlot(1), unit, BufferSlot(inputs), *extents, blocks)
+    matrix = Matrix(BufferSlot(0), BufferSlot(1), scale_slot, BufferSlot(inputs), *extents, blocks)
     launched = dequantize_launch(dtype, spec.format == "mxfp4", whole)
     tail = Dequantizing(launched, (matrix,))
     return LaunchPlan(inputs, (Output((rows, cols), dtype),), 0, (tail.step,), tail)

@@ -40,9 +40,9 @@ def rounded(blocks: Blocks) -> Rounded:
     scaled = blocks.scaled(scheme.shrink * power_of_two(-exponent))
     values = blocks.to_e2m1(scaled)
     scales = blocks.join_scales((exponent - _MIN_EXPONENT).to(torch.uint8))
-    unit = largest.new_full((), 1.0 / scheme.shrink)
+    global_scale = largest.new_full((), 1.0 / scheme.shrink)
     trusted = (scaled.abs_() < 6.0) & ~blocks.poisoned if quest else None
-    return Rounded(values, scales.view(torch.float8_e8m0fnu), unit, trusted)
+    return Rounded(values, scales.view(torch.float8_e8m0fnu), global_scale, trusted)
 
 
 def _exponent_rounded_up(largest: torch.Tensor) -> torch.Tensor:

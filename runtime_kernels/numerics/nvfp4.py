@@ -49,22 +49,22 @@ def rounded(blocks: Blocks, amax: torch.Tensor | None) -> Rounded:
     if blocks.scheme.rounding == "ms_eden":
         return _ms_eden(blocks)
     scheme, largest = blocks.scheme, blocks.largest
-    unit = None if amax is None else exact_global_scale(amax, scheme)
-    scale = _block_scale(largest, scheme.vmax, unit)
+    global_scale = None if amax is None else exact_global_scale(amax, scheme)
+    scale = _block_scale(largest, scheme.vmax, global_scale)
     if scheme.steps:
-        values, scale = _scale_search(blocks, scale, unit)
+        values, scale = _scale_search(blocks, scale, global_scale)
     elif scheme.selects:
-        values, scale = _four_over_six(blocks, largest, scale, unit)
+        values, scale = _four_over_six(blocks, largest, scale, global_scale)
     else:
-        values = blocks.to_e2m1(blocks.scaled(_reciprocal(scale, unit)))
-    if unit is None:
-        unit = pow2_global_scale(scale, scheme.cap)
-        scale = scale / unit
-    return Rounded(values, nearest_e4m3(blocks.join_scales(scale)), unit)
+        values = blocks.to_e2m1(blocks.scaled(_reciprocal(scale, global_scale)))
+    if global_scale is None:
+        global_scale = pow2_global_scale(scale, scheme.cap)
+        scale = scale / global_scale
+    return Rounded(values, nearest_e4m3(blocks.join_scales(scale)), global_scale)
 
 
 def _four_over_six(
-    blocks: Blocks, largest: torch.Tensor, six: torch.Tensor, unit: torch.Tensor | None
+    blocks: Blocks, largest: torch.Tensor, six: torch.Tensor, global_scale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Chooses between two scales of a block, which map its amax to vmax and to vmax / 1.5: the one
     with the smaller error of the dequantized block, the first in a tie. "Four over Six"
@@ -73,25 +73,27 @@ def _four_over_six(
     Errors are taken in units of each scale, x*r - e2m1(x*r), and put on one footing by the ratio of
     the scales, so that squares neither overflow nor vanish at any magnitude of x.
     """
-    four = _block_scale(largest, blocks.scheme.vmax / 1.5, unit)
-    ratio = four * _reciprocal(six, None) if unit is None else or_one(four) / or_one(six)
-    values_six, error_six = _candidate(blocks, _reciprocal(six, unit), philox.RANDOM_BITS)
-    values_four, error_four = _candidate(blocks, _reciprocal(four, unit), philox.SECOND_RANDOM_BITS)
+    four = _block_scale(largest, blocks.scheme.vmax / 1.5, global_scale)
+    ratio = _ratio(four, six, global_scale)
+    values_six, error_six = _candidate(blocks, _reciprocal(six, global_scale), philox.RANDOM_BITS)
+    values_four, error_four = _candidate(
+        blocks, _reciprocal(four, global_scale), philox.SECOND_RANDOM_BITS
+    )
     chosen = error_four * ratio.square() < error_six
     return torch.where(chosen, values_four, values_six), torch.where(chosen, four, six)
 
 
 def _scale_search(
-    blocks: Blocks, first: torch.Tensor, unit: torch.Tensor | None
+    blocks: Blocks, first: torch.Tensor, global_scale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The scale with the smallest error of the dequantized block, among those `scheme.steps` e4m3
     steps from `first`; the first of them in a tie. Errors are compared as in `_four_over_six`, in
     units of `first`. Returns the e2m1 values and the scale."""
     found = []
     for step in blocks.scheme.steps:
-        scale = _stepped(first, step, unit)
-        ratio = scale * _reciprocal(first, None) if unit is None else or_one(scale) / or_one(first)
-        values, error = _candidate(blocks, _reciprocal(scale, unit), philox.RANDOM_BITS)
+        scale = _stepped(first, step, global_scale)
+        ratio = _ratio(scale, first, global_scale)
+        values, error = _candidate(blocks, _reciprocal(scale, global_scale), philox.RANDOM_BITS)
         found.append((values, error * ratio.square(), scale))
     best_values, best_error, best_scale = found[0]  # also where all errors are infinite
     for values, error, scale in found[1:]:
@@ -102,13 +104,22 @@ def _scale_search(
     return best_values, best_scale
 
 
-def _stepped(scale: torch.Tensor, step: int, unit: torch.Tensor | None) -> torch.Tensor:
+def _ratio(
+    scale: torch.Tensor, first: torch.Tensor, global_scale: torch.Tensor | None
+) -> torch.Tensor:
+    """scale / first."""
+    if global_scale is None:
+        return scale * _reciprocal(first, None)
+    return or_one(scale) / or_one(first)
+
+
+def _stepped(scale: torch.Tensor, step: int, global_scale: torch.Tensor | None) -> torch.Tensor:
     """The scale so many steps up. Without a global scale: the scale itself where it is 0, or a step
     ends below the least normal fp32. With one: at most 448; and the scale itself where it is 0, is
     saturated, or is a subnormal under which a step down would put elements far over 6. So a block's
     errors are small enough for an exact sum, or all the same.
     """
-    if unit is None:
+    if global_scale is None:
         stepped = (scale.view(torch.int32) + (step << _CUT_BITS)).view(torch.float32)
         return torch.where((scale > 0) & (stepped >= _TINY), stepped, scale)
     byte = nearest_e4m3(scale).view(torch.uint8).to(torch.int32)
@@ -156,11 +167,13 @@ def _ms_eden(blocks: Blocks) -> Rounded:
     corrected = corrected * blocks.factor
     if scheme.global_scale == "exact":
         top = largest_of(corrected)
-        unit = finite_or_nan(_floored(top / scheme.cap), top)
+        global_scale = finite_or_nan(_floored(top / scheme.cap), top)
     else:
-        unit = pow2_global_scale(corrected, scheme.cap)
-    scales = blocks.join_scales(corrected) / unit
-    return Rounded(values, stochastic_e4m3(scales, blocks.random_bits(tuple(scales.shape))), unit)
+        global_scale = pow2_global_scale(corrected, scheme.cap)
+    scales = blocks.join_scales(corrected) / global_scale
+    return Rounded(
+        values, stochastic_e4m3(scales, blocks.random_bits(tuple(scales.shape))), global_scale
+    )
 
 
 def _sum_of_products(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -198,14 +211,16 @@ def pow2_global_scale(scales: torch.Tensor, cap: float) -> torch.Tensor:
     return finite_or_nan(torch.where(top == 0, 1.0, power_of_two(k.clamp(-126, 127))), top)
 
 
-def _block_scale(largest: torch.Tensor, vmax: float, unit: torch.Tensor | None) -> torch.Tensor:
+def _block_scale(
+    largest: torch.Tensor, vmax: float, global_scale: torch.Tensor | None
+) -> torch.Tensor:
     """The scale that maps largest to vmax, fp32 with at most 4 significant bits; in units of the
     global scale where there is one. Without one, a subnormal scale becomes 0: the reciprocal of
     every other is no subnormal, and no kernel needs a slow path."""
-    if unit is None:
+    if global_scale is None:
         scale = keep_4_bits(largest * (1.0 / vmax))
         return torch.where(scale < _TINY, 0.0, scale)
-    return nearest_e4m3(_divided(largest, vmax) / unit).to(torch.float32)
+    return nearest_e4m3(_divided(largest, vmax) / global_scale).to(torch.float32)
 
 
 def _divided(x: torch.Tensor, by: float) -> torch.Tensor:
@@ -213,12 +228,12 @@ def _divided(x: torch.Tensor, by: float) -> torch.Tensor:
     return x / x.new_full((), by)
 
 
-def _reciprocal(scale: torch.Tensor, unit: torch.Tensor | None) -> torch.Tensor:
+def _reciprocal(scale: torch.Tensor, global_scale: torch.Tensor | None) -> torch.Tensor:
     """The factor of x. Without a global scale, a block whose scale is 0 still has codes; its values
     are zeros all the same."""
-    if unit is None:
+    if global_scale is None:
         return 1.0 / scale.clamp(min=_TINY)
-    return finite_reciprocal(1.0 / unit, scale)
+    return finite_reciprocal(1.0 / global_scale, scale)
 
 
 def _floored(global_scale: torch.Tensor) -> torch.Tensor:

@@ -63,6 +63,6 @@ def split_scales(raw_scale: torch.Tensor, scheme: str) -> tuple[torch.Tensor, to
     """The reference: see the top of this file."""
     spec = checked(raw_scale, scheme)
     poisoned = raw_scale.isnan()
-    unit = pow2_global_scale(torch.where(poisoned, 0.0, raw_scale), spec.cap)
-    scales = poison(nearest_e4m3(raw_scale / unit), poisoned)
-    return swizzle_32x4x4(scales).view(-1, 512) if spec.swizzled else scales, unit
+    global_scale = pow2_global_scale(torch.where(poisoned, 0.0, raw_scale), spec.cap)
+    scales = poison(nearest_e4m3(raw_scale / global_scale), poisoned)
+    return swizzle_32x4x4(scales).view(-1, 512) if spec.swizzled else scales, global_scale

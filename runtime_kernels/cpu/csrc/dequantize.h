@@ -31,7 +31,7 @@ inline void dequantize(const Quantized& q) {
     const int64_t block = q.is_mx ? 32 : 16, across = q.width / block;
     float scale_of[256];
     for (int i = 0; i < 256; i++) scale_of[i] = q.is_mx ? decode_e8m0((uint8_t)i) : decode_e4m3((uint8_t)i);
-    const float unit = q.global_scale ? *q.global_scale : 1.0f;
+    const float global_scale = q.global_scale ? *q.global_scale : 1.0f;
 #pragma omp parallel for schedule(static) if (q.rows * q.width > ALONE)
     for (int64_t row = 0; row < q.rows; row++) {
         const uint8_t* codes = q.codes + row * q.width / 2;
@@ -42,7 +42,7 @@ inline void dequantize(const Quantized& q) {
             int32_t nibbles[LANES];
             for (int i = 0; i < LANES; i++) nibbles[i] = (int32_t)(packed >> 4 * i & 15);
             F x = decode_e2m1(load(nibbles)) * fill(scale_of[scales[column / block]]);
-            if (q.global_scale) x = x * fill(unit);
+            if (q.global_scale) x = x * fill(global_scale);
             int64_t left = q.columns - column;
             write(q.out, q.type, row * q.columns + column, x, (int)(left < LANES ? left : LANES));
         }

@@ -26,7 +26,7 @@ struct Operand {
     int32_t columnwise, rounding, selection, exact, height, chunk, rotated, signs;
     int32_t above;  // added to the bits of a block's largest, of which MXFP4's scale is the exponent (mxfp4.py)
     uint32_t rng_offset;
-    float vmax, vmax_four, inverse_vmax, inverse_vmax_four, cap, amax_divisor, shrink, unit_of_mx, factor;
+    float vmax, vmax_four, inverse_vmax, inverse_vmax_four, cap, amax_divisor, shrink, global_scale_of_mx, factor;
     int32_t steps[8], step_count;
     const int64_t* seed;
     const int64_t* sign_seed;

@@ -28,10 +28,10 @@ struct Job {
     Layout layout;
     int64_t blocks;  // of a row
     float signs[LARGEST_CHUNK];
-    float factor, unit;
+    float factor, global_scale;
     float* raw;  // raw scales, if the global scale depends on them; else null
 
-    explicit Job(const Operand& operand) : o(operand), layout(operand), unit(1.0f), raw(nullptr) {
+    explicit Job(const Operand& operand) : o(operand), layout(operand), global_scale(1.0f), raw(nullptr) {
         blocks = layout.width / (o.rounding >= MX_NEAREST ? 32 : 16);
         factor = o.factor_tensor ? *o.factor_tensor * o.factor : o.factor;
         if (o.signs) signs_of(*o.sign_seed, signs);
@@ -98,7 +98,7 @@ inline I largest_of_other_rows(const Job& job, Place place) {
 
 inline Context context_of(const Job& job, const Place& place) {
     const Operand& o = job.o;
-    Context c{o, fill(job.unit), fill(1.0f / job.unit), fill(0), fill(0), fill(o.rounding == QUEST ? 1.0f : job.factor), fill(1.0f),
+    Context c{o, fill(job.global_scale), fill(1.0f / job.global_scale), fill(0), fill(0), fill(o.rounding == QUEST ? 1.0f : job.factor), fill(1.0f),
               fill(0)};
     if (o.rounding == STOCHASTIC || o.rounding == MX_STOCHASTIC) {
         int32_t low[LANES], high[LANES];
@@ -215,10 +215,10 @@ inline float power_of_two_scale(float top, float cap) {
 // The raw scales over the global scale, rounded. Scales of poisoned blocks are NaN already.
 inline void finish_scales(const Job& job, int64_t count) {
     const Operand& o = job.o;
-    F unit = fill(job.unit);
+    F global_scale = fill(job.global_scale);
 #pragma omp parallel for schedule(static) if (count * 16 > ALONE)
     for (int64_t first = 0; first < count; first += LANES) {
-        F scale = load(job.raw + first) / unit;
+        F scale = load(job.raw + first) / global_scale;
         I bytes;
         if (o.rounding == MS_EDEN) {
             int32_t words[4][LANES], random[LANES];
@@ -269,7 +269,7 @@ inline void quantize(const Operand& o) {
     Job job(o);
     if (o.rounding >= MX_NEAREST) {
         tiles_by_rule(job);
-        *o.global_scale = o.unit_of_mx;
+        *o.global_scale = o.global_scale_of_mx;
         return;
     }
     int64_t count = (job.layout.rows + o.height - 1) / o.height * job.blocks;
@@ -280,14 +280,14 @@ inline void quantize(const Operand& o) {
         job.raw = raw.get();
     } else {
         float amax = o.amax ? *o.amax : largest_of_all<16>(job);
-        job.unit = floored(amax / o.amax_divisor, amax);
+        job.global_scale = floored(amax / o.amax_divisor, amax);
     }
     float top = tiles_by_rule(job);
     if (waits) {
-        job.unit = o.exact ? floored(top / o.cap, top) : power_of_two_scale(top, o.cap);
+        job.global_scale = o.exact ? floored(top / o.cap, top) : power_of_two_scale(top, o.cap);
         finish_scales(job, count);
     }
-    *o.global_scale = job.unit;
+    *o.global_scale = job.global_scale;
 }
 
 }  // namespace q2

@@ -23,8 +23,8 @@ struct Block {
 // Inputs of the rules besides the elements.
 struct Context {
     const Operand& o;
-    F unit;           // the global scale, where it is exact
-    F inverse_unit;
+    F global_scale;   // where it is exact
+    F inverse_global_scale;
     I index_low, index_high;  // of the Philox block of the first element of the chunk, in each lane
     F factor, share;
     I other_rows;  // of a block of 32 rows, which are two tiles: bits of the largest |x| of the other one
@@ -94,13 +94,13 @@ inline Codes<WIDTH> round_block(const Context& c, F* scaled, int first, uint32_t
 // ---- nvfp4 ----
 
 inline F block_scale(const Context& c, const F& largest, float vmax, float inverse_vmax) {
-    if (c.o.exact) return nearest_e4m3(largest / fill(vmax) / c.unit);
+    if (c.o.exact) return nearest_e4m3(largest / fill(vmax) / c.global_scale);
     F scale = keep_4_bits(largest * fill(inverse_vmax));
     return select(scale < fill(TINY), fill(0.0f), scale);
 }
 
 inline F reciprocal(const Context& c, const F& scale) {
-    if (c.o.exact) return at_most(c.inverse_unit / or_one(scale), HUGE_FP32);
+    if (c.o.exact) return at_most(c.inverse_global_scale / or_one(scale), HUGE_FP32);
     return fill(1.0f) / at_least(scale, TINY);
 }
 

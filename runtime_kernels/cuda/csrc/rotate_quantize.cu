@@ -288,16 +288,16 @@ Q2_INLINE Common common_of(const Params& p, const Output& out, float norm) {
   if constexpr (kRule == EXACT) {
     u32 largest = 0;
     for (int i = threadIdx.x; i < out.parts; i += kThreads) largest = max(largest, out.largest[i]);
-    common.unit = exact_unit(block_largest<kThreads>(largest), common.factor);
-    common.inverse_unit = __frcp_rn(common.unit);
-    if (blockIdx.x == 0 && threadIdx.x == 0) *out.global_scale = common.unit;
+    common.global_scale = exact_global_scale(block_largest<kThreads>(largest), common.factor);
+    common.inverse_global_scale = __frcp_rn(common.global_scale);
+    if (blockIdx.x == 0 && threadIdx.x == 0) *out.global_scale = common.global_scale;
   }
   return common;
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
     rotate_quantize(const __grid_constant__ Batch batch) {
-  static_assert(kOperands == 1 || (kRule != EXACT && kRule != AMAX), "each has a unit of its own");
+  static_assert(kOperands == 1 || (kRule != EXACT && kRule != AMAX), "each has a global scale of its own");
   static_assert(!kBatch || (kRule != EXACT && kRule != AMAX), "`parts` counts those of AMAX");
   const Params& p = batch.of[kBatch ? blockIdx.y : 0];
   if (kBatch && blockIdx.x >= thread_blocks(p)) return;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// q2::transpose: codes of 16x16 blocks (Q2_SIDE 32: of 32x32) and their scales, with the contraction on the other dimension.
+// q2::transpose: transposes codes of 16x16 blocks (Q2_SIDE 32: of 32x32) and their scales, so that the
+// contraction is the other dimension.
 //
 //   codes   u8 [M, Kp/2], even element in the low nibble        scales  u8 [ceil(M/16), Kp/16]
 //   out     u8 [rows, Mp/2], rows <= Kp, Mp = M in whole blocks, zeros where M ends

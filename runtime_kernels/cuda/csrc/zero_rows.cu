@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Zeros in the rows of no group of a grouped product: what torch._grouped_mm leaves as it was.
+// Writes zeros into the rows of a grouped GEMM's result that are in no group. torch._grouped_mm does not
+// write them.
 //
 //   ends  int32 [groups], of the groups; the rows of no group begin at the last of them
 //   out   [rows, row_bytes], row_bytes a multiple of 16
 //
-// Mostly there are none, and nothing is written.
+// Usually there are no such rows, and nothing is written.
 
 #include "formats.cuh"
 

@@ -266,12 +266,12 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def _rows_of(factor: Factor, rows: torch.Tensor) -> Factor:
     """Those rows of an operand, with scales that are not swizzled and one a row."""
-    codes, scales, unit, spec = factor
+    codes, scales, global_scale, spec = factor
     if spec.swizzled:
         scales = unswizzle_32x4x4(scales, codes.shape[0], 2 * codes.shape[1] // spec.width)
     # A scale has no index on every device.
     picked = scales.view(torch.uint8)[rows // spec.block[0]].view(scales.dtype)
-    return Factor(codes[rows], picked, unit, spec)
+    return Factor(codes[rows], picked, global_scale, spec)
 
 
 def _values(factor: Factor) -> torch.Tensor:

@@ -140,8 +140,8 @@ def _arguments(number: int, of: str | Variant | Use, scheme: str) -> tuple:
     groups fix it, the same rows in another order."""
     arguments = arguments_of(of, scheme, ROWS[0] + 3 * number)
     if of == DEQUANTIZE:  # with all columns, as GEMMs do
-        codes, scales, unit, name, _, dtype = arguments
-        return codes, scales, unit, name, 2 * codes.shape[1], dtype
+        codes, scales, global_scale, name, _, dtype = arguments
+        return codes, scales, global_scale, name, 2 * codes.shape[1], dtype
     variant = of.variant if isinstance(of, Use) else of
     if isinstance(variant, Variant) and variant.grouped:
         arguments = arguments[0].roll(number, 0), *arguments[1:]

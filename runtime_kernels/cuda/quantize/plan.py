@@ -317,15 +317,15 @@ class _Fields:
                 self.outputs += NO_OUTPUT
                 continue
             seed, rng_offset, first = operand.slots
-            codes, scales, unit = (BufferSlot(first + i) for i in range(3))
+            codes, scales, global_scale = (BufferSlot(first + i) for i in range(3))
             signs = 0 if fixed_signs else seed  # the kernel has the fixed seed
             made = raw_scales if room else scales
-            self.outputs += (codes, made, amax or largest, unit, signs, seed)
+            self.outputs += (codes, made, amax or largest, global_scale, signs, seed)
             self.outputs += (operand.rows, operand.blocks, rng_offset, 1 if amax else parts)
             finalized = codes if spec.dequantized else scales
             self._ends.append(
                 TailOperand(
-                    *(raw_scales, largest, seed, finalized, unit, 0, 0, 0),
+                    *(raw_scales, largest, seed, finalized, global_scale, 0, 0, 0),
                     *(operand.raw_scales, rng_offset, parts),
                     norm=1.0,
                     blocks=max(1, operand.blocks),

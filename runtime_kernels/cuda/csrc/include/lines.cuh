@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Lines of a tile, rows or columns, for rotate_quantize.cu: how lanes load and rotate them.
+// How lanes load and rotate the lines of a tile, which are its rows or its columns, for rotate_quantize.cu.
 //
-// Two neighboring lanes have a line of 128 elements, four of its eight blocks of 16 each, from block 2 *
-// lane_of_row on: itself, the next, and those 4 later. Groups are neighbors, and the members of pairs lie
-// 64 elements apart; with kSwaps groups lie 64 apart, and members are neighbors.
+// Two neighboring lanes share a line of 128 elements, which are eight blocks of 16. Once the line is
+// rotated, the first lane holds blocks 0, 1, 4 and 5, the second 2, 3, 6 and 7. A lane has two groups of 16
+// pairs, x[0] and x[1]; each member of a group's pairs is a block:
+//
+//   kSwaps     members are neighbors, groups lie 64 elements apart: blocks 0 and 1, then 4 and 5
+//   otherwise  groups are neighbors, members lie 64 elements apart: blocks 0 and 4, then 1 and 5
 #pragma once
 #include "tile_sums.cuh"
 

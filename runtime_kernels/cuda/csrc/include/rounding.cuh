@@ -41,7 +41,7 @@ constexpr float kHuge = 3.402823466e38f;
 // Values that all blocks of one output share.
 struct Common {
   float factor;
-  float unit, inverse_unit;  // EXACT: g and 1 / g
+  float global_scale, inverse_global_scale;  // EXACT: g and 1 / g
 };
 
 // A block's scale: as it is stored, and as the factor of x.
@@ -51,11 +51,11 @@ struct BlockScale {
 };
 
 // g of the reference (nvfp4.py, exact_global_scale), from the bits of max |u|.
-Q2_INLINE float exact_unit(u32 largest, float factor) {
+Q2_INLINE float exact_global_scale(u32 largest, float factor) {
   float amax = __uint_as_float(largest) * factor;
   if (!(amax <= kHuge)) return __uint_as_float(0x7FC00000u);
-  float unit = __fdiv_rn(amax, (float)(kVmax * kCap));
-  return unit == 0.0f ? 1.0f : fmaxf(unit, 0x1p-126f);
+  float g = __fdiv_rn(amax, (float)(kVmax * kCap));
+  return g == 0.0f ? 1.0f : fmaxf(g, 0x1p-126f);
 }
 
 // x / divisor to the nearest, given 1 / divisor to the nearest: one step of Newton's from within an
@@ -80,9 +80,9 @@ Q2_INLINE BlockScale block_scale(float largest, const Common& common, const doub
     float q = divide_by(largest, vmax, (float)(1.0 / vmax));
     // An amax that is far too small must saturate the scale: the quotient may not become Inf, nor then
     // NaN. g is at most 2^128 / 1536.
-    q = min_or_nan(q, 512.0f * common.unit);
-    u32 byte = to_e4m3(divide_by(q, common.unit, common.inverse_unit));
-    return {byte, fminf(divide(common.inverse_unit, byte ? from_e4m3(byte) : 1.0f), kHuge)};
+    q = min_or_nan(q, 512.0f * common.global_scale);
+    u32 byte = to_e4m3(divide_by(q, common.global_scale, common.inverse_global_scale));
+    return {byte, fminf(divide(common.inverse_global_scale, byte ? from_e4m3(byte) : 1.0f), kHuge)};
   }
 }
 Q2_INLINE BlockScales block_scales(Pair largest, const Common& common, const double to = kVmax) {
@@ -156,7 +156,7 @@ Q2_INLINE BlockScale stepped(BlockScale scale, int step, const Common& common) {
     u32 byte = scale.stored;
     if (byte == 0 || byte >= 0x7E || (step < 0 && byte < 8)) return scale;
     byte = (u32)min((int)byte + step, 0x7E);
-    return {byte, fminf(divide(common.inverse_unit, from_e4m3(byte)), kHuge)};
+    return {byte, fminf(divide(common.inverse_global_scale, from_e4m3(byte)), kHuge)};
   }
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sums of columns from those of tiles, which rotate_quantize.cu left (Q2_SUMS), by thread blocks of
-// align_scales.cu or finalize_dequantized.cu: the first blockIdx.y are theirs.
+// dbias: adds up the column sums of tiles that rotate_quantize.cu wrote (Q2_SUMS). This is done in the tail
+// kernel, align_scales.cu or finalize_dequantized.cu, by thread blocks of their own: the first blockIdx.y.
 //
 //   partials  fp32 [tiles, pitch], columns <= pitch, pitch % 64 = 0
 //   to        bf16, f16 or fp32 [columns]

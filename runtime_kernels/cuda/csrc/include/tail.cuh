@@ -18,7 +18,7 @@ Q2_INLINE void store_zeros_columnwise(const Output& out, Tile tile, const Common
     } else if constexpr (kRawScales) {
       *(uint4*)(scales + 4 * at + 16 * (piece - kOfElements)) = {0, 0, 0, 0};
     } else if constexpr (kRule == EXACT) {
-      u32 four = common.unit == common.unit ? 0 : 0x7F7F7F7Fu;  // NaN
+      u32 four = common.global_scale == common.global_scale ? 0 : 0x7F7F7F7Fu;  // NaN
       *(uint2*)(scales + at) = {four, four};
     } else {
       *(u32*)(scales + at / 2) = 0;

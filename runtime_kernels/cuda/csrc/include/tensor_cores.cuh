@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// The rotation of a tile of codes by tensor cores, for rotate_quantize.cu: H of +-1 times f16.
+// Rotates a tile of codes by tensor cores, for rotate_quantize.cu: products of f16 with H, which is +-1.
 //
-// They add in an order of their own and cut what does not fit, so that they have the reference's bits
-// only where all sums are exact. What a chunk holds is e2m1 * e4m3: with s the least scale that is not
-// 0, multiples of a sixteenth of the power of two in s, whose sums are at most 128 * 6 * S for the
-// largest S. While S is not above 2^8 s they have 23 bits, of the 24 that fit. The scales of a warp's 16
-// columns tell; sums of others are added in the reference's order. A sum that is 0 is +0 in either.
+// Tensor cores add in an order of their own and truncate. So their results have the reference's bits only
+// where all sums are exact. The elements of a chunk are e2m1 * e4m3. Let s be its smallest scale above 0,
+// and S its largest. Elements are then multiples of 1/16 of the power of two in s, and sums are at most
+// 128 * 6 * S. If S <= 2^8 s, sums need 23 bits, and 24 fit. Each warp compares the scales of its 16 columns.
+// Where their range is wider, sums are added in the reference's order. A sum that is 0 is +0 in either way.
 //
-// A lane gets whole blocks, with no exchange: columns 2 t and 2 t + 1 of a product, which are a lane's,
-// are two elements of block t.
+// A lane gets whole blocks without an exchange: its columns 2 t and 2 t + 1 of a product are two elements
+// of block t.
 #pragma once
 #include "groups.cuh"
 #include "lines.cuh"
