@@ -8,11 +8,8 @@ import ast
 import functools
 import importlib
 import importlib.util
-import os
 import pkgutil
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -21,6 +18,7 @@ import pytest
 
 import q2compile
 from q2compile.runtime_kernels.registry import LIBRARY
+from tests.support import forked
 from tests.support.tracked import parsed, tracked
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -133,7 +131,8 @@ def test_nothing_is_written_by_default(tmp_path: Path) -> None:
     """A training on a CPU: neither where it runs nor at home nor among temporary files, but for the
     library of kernels in the cache."""
     program = (
-        "import torch\n"
+        "import tempfile, torch\n"
+        "tempfile.tempdir = None\n"  # as in a process that has asked for none so far
         "from tests.support.small_model import Mlp\n"
         "model = Mlp()\n"
         "call = torch.compile(model, backend='quartet2')\n"
@@ -143,10 +142,8 @@ def test_nothing_is_written_by_default(tmp_path: Path) -> None:
     cache, work = tmp_path / "inductor", tmp_path / "work"
     for place in (*places.values(), cache, work):
         Path(place).mkdir()
-    environment = {**os.environ, **places, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
-    environment["PYTHONPATH"] = str(ROOT)
-    command = [sys.executable, "-c", program]
-    subprocess.run(command, cwd=work, env=environment, check=True, capture_output=True)
+    done = forked.run(program, cwd=work, **places, TORCHINDUCTOR_CACHE_DIR=str(cache))
+    assert done.returncode == 0, done.stderr
     # Inductor's headers are among the temporary files, wherever its cache is.
     written = [p for p in tmp_path.rglob("*") if p.is_file() and cache not in p.parents]
     own = [p for p in written if "torchinductor" not in p.relative_to(tmp_path).as_posix()]
