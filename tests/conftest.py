@@ -35,9 +35,8 @@ from torch._guards import TracingContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from q2compile.runtime_kernels import kernel_states, registry
-from q2compile.runtime_kernels.cuda import checks
 from tests.support.browser import Browser, missing
-from tests.support.new_process import forget_dump_folders
+from tests.support.new_process import forget_checks, forget_dump_folders, forget_failures
 
 # The same examples in every run, and no deadline: CI machines are slow and shared.
 settings.register_profile("q2compile", derandomize=True, deadline=None)
@@ -77,11 +76,10 @@ def _no_mode_outlives_its_test() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _no_kernel_left_out_outlives_its_test(monkeypatch: pytest.MonkeyPatch) -> None:
     """A disabled kernel would not run in the next test, whose reports would mention it."""
-    monkeypatch.setattr(registry, "_FAILURES", {})
-    monkeypatch.setattr(registry, "_WARNED", {})
+    forget_failures(monkeypatch)
     registry._REFERENCES.clear()
     monkeypatch.setattr(kernel_states, "_DISABLED", {})
-    monkeypatch.setattr(checks, "_RESULTS", {})
+    forget_checks(monkeypatch)
 
 
 @pytest.fixture

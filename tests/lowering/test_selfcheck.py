@@ -16,6 +16,7 @@ from q2compile.runtime_kernels.ops.table import rowwise_call
 from q2compile.runtime_kernels.registry import KernelWarning
 from q2compile.tools import doctor, kernel_rows
 from tests.support.emulation.inductor import lower_on_cpu
+from tests.support.new_process import forget_checks
 from tests.support.warned import texts
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -54,7 +55,7 @@ def quantized(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def in_a_new_process(monkeypatch) -> None:
-    monkeypatch.setattr(checks, "_RESULTS", {})
+    forget_checks(monkeypatch)
 
 
 def test_in_the_midst_of_a_compilation(monkeypatch) -> None:

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from q2compile.runtime_kernels import registry
 from q2compile.runtime_kernels.cuda import check_results, checked_cases, checks
 from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4, remembered
 from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.runtime_kernels.cuda.jit.launch import target, unsupported
 from q2compile.runtime_kernels.ops.table import Variant
+from tests.support.new_process import forget_checks, forget_failures
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
@@ -23,13 +23,12 @@ def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> Non
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(cublaslt_fp4, "ready", lambda product: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
-    monkeypatch.setattr(checks, "_RESULTS", {})
+    forget_checks(monkeypatch)
     monkeypatch.setattr(checks._State, "mode", checks.Mode(stored=False, in_child=False))
     for name in ("store", "mark", "unmark"):
         monkeypatch.setattr(check_results, name, lambda *args: None)
     monkeypatch.setattr(check_results, "take_unended", lambda request: False)
-    monkeypatch.setattr(registry, "_FAILURES", {})
-    monkeypatch.setattr(registry, "_WARNED", {})
+    forget_failures(monkeypatch)
     forget()
 
 

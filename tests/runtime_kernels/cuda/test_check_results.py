@@ -13,6 +13,7 @@ from q2compile.runtime_kernels.cuda import check_results, checks, selfcheck, ver
 from q2compile.runtime_kernels.cuda.checked_cases import COLUMNWISE
 from q2compile.runtime_kernels.cuda.jit.launch import LaunchError
 from q2compile.runtime_kernels.registry import KernelWarning
+from tests.support.new_process import forget_checks
 from tests.support.pretended_gpu import on_gpu
 
 SCHEME = "nvfp4_ms_eden_pow2"
@@ -32,7 +33,7 @@ def of_a_new_process(monkeypatch, request=REQUEST, answer=None) -> tuple[str | N
     """The state of a kernel in a new process, and whether the check ran."""
     ran = []
     monkeypatch.setattr(selfcheck, "disagreement", lambda *what: ran.append(what) or answer)
-    monkeypatch.setattr(checks, "_RESULTS", {})
+    forget_checks(monkeypatch)
     return checks.rejection(request), bool(ran)
 
 
@@ -101,7 +102,7 @@ def test_what_depends_on_the_moment_is_found_again(monkeypatch, error) -> None:
 
     for times in (1, 2):
         monkeypatch.setattr(selfcheck, "disagreement", disagreement)
-        monkeypatch.setattr(checks, "_RESULTS", {})
+        forget_checks(monkeypatch)
         registry._WARNED.clear()
         with pytest.warns(KernelWarning, match=str(error)):
             assert str(error) in (checks.rejection(REQUEST) or "")

@@ -22,6 +22,7 @@ from q2compile.runtime_kernels.kernel_states import DeviceLostError, state_of
 from q2compile.runtime_kernels.registry import Kernel, KernelWarning
 from tests.support import forked
 from tests.support.faulty_checks import fork_children, request, runs
+from tests.support.new_process import forget_checks
 from tests.support.small_model import Mlp, quantized
 from tests.support.warned import texts
 
@@ -53,7 +54,7 @@ def folder(monkeypatch, tmp_path):
 
 
 def new_process(monkeypatch) -> None:
-    monkeypatch.setattr(checks, "_RESULTS", {})
+    forget_checks(monkeypatch)
     checks._CHECKER.forget()
     registry._WARNED.clear()
 

@@ -19,6 +19,7 @@ from q2compile.runtime_kernels.kernel_states import DeviceLostError
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.registry import REFERENCE, Kernel, KernelWarning
 from tests.support import forked
+from tests.support.new_process import forget_checks
 from tests.support.small_model import Mlp, results_of
 from tests.support.warned import texts
 
@@ -40,7 +41,7 @@ SCHEMES = [
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("Q2COMPILE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(first_launch, "_RESULTS", {})
+    forget_checks(monkeypatch)
 
 
 def request(*which):
@@ -93,7 +94,7 @@ def test_wrong_grouped_products_are_rejected_for_good(monkeypatch, gemm, fault) 
     FAULTS[fault](out, [0, 40, 80, 120, 160] if gemm == "wgrad" else offs.tolist())
     with pytest.raises(WrongError, match="its first large result, "):
         first_launch.compare_grouped(request(1), out, a, b, offs, gemm)
-    monkeypatch.setattr(first_launch, "_RESULTS", {})  # as in a new process
+    forget_checks(monkeypatch)  # as in a new process
     with pytest.raises(WrongError, match="differs from a BF16 GEMM"):
         first_launch.known(request(1))
 

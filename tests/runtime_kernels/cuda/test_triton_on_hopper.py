@@ -10,9 +10,10 @@ import torch
 
 import q2compile.runtime_kernels as runtime_kernels
 from q2compile.runtime_kernels.cuda.checked_cases import GEMM_ERROR
-from q2compile.runtime_kernels.cuda.gemm import first_launch, grouped_triton_fp4, triton_fp4
+from q2compile.runtime_kernels.cuda.gemm import grouped_triton_fp4, triton_fp4
 from q2compile.runtime_kernels.numerics.layout import pack_bits
 from q2compile.runtime_kernels.registry import REFERENCE, select
+from tests.support.new_process import forget_checks
 
 assert runtime_kernels  # importing it registers the ops
 pytestmark = [
@@ -33,7 +34,7 @@ SIZES = [(8192, 4096, 4096), (4100, 1440, 4160)]
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("Q2COMPILE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(first_launch, "_RESULTS", {})
+    forget_checks(monkeypatch)
 
 
 def quantized(rows: int, columns: int, scheme: str) -> tuple[torch.Tensor, ...]:

@@ -26,6 +26,7 @@ from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, get_scheme
 from q2compile.runtime_kernels.numerics.swizzle import swizzle_32x4x4, unswizzle_32x4x4
 from q2compile.runtime_kernels.registry import KernelWarning
 from tests.support import emulation
+from tests.support.new_process import forget_checks, forget_failures
 from tests.support.pretended_gpu import on_gpu
 from tests.support.small_model import Mlp, results_of
 from tests.support.warned import texts
@@ -111,7 +112,7 @@ def test_training_goes_on_without_a_kernel_with_wrong_second_tiles(candidate, mo
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("Q2COMPILE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(first_launch, "_RESULTS", {})
+    forget_checks(monkeypatch)
 
 
 def factors(m, n, k, schemes=(SCHEME, SCHEME)) -> list[Factor]:
@@ -174,7 +175,7 @@ def test_wrong_products_are_rejected_for_good(monkeypatch, fault) -> None:
     for _ in range(2):
         with pytest.raises(WrongError, match="differs from a BF16 GEMM"):
             first_launch.known(request(1))
-        monkeypatch.setattr(first_launch, "_RESULTS", {})
+        forget_checks(monkeypatch)
     assert not first_launch.known(request(2))
 
 
@@ -260,9 +261,8 @@ def test_training_goes_on_without_a_wrong_algorithm(candidate, monkeypatch, wron
             first = {(p.dtype, p.bias) for p in ran}
             assert first
             assert len(ran) - before == (0 if attempt else len(first))
-        registry._WARNED.clear()
-        monkeypatch.setattr(registry, "_FAILURES", {})
-        monkeypatch.setattr(first_launch, "_RESULTS", {})  # as in a new process
+        forget_failures(monkeypatch)
+        forget_checks(monkeypatch)  # as in a new process
     assert ran
     kept = list(cache_dir().glob("gemm-*.checked"))
     assert len(kept) == len({(p.dtype, p.bias) for p in ran})
