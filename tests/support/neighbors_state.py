@@ -21,7 +21,7 @@ import torch._functorch.config
 import torch._inductor.config
 from torch import nn
 
-from tests.support.process_state import changes, state
+from tests.support.process_state import changes, settings, state
 from tests.support.small_model import Mlp
 
 RECIPES = ("nvfp4", "quartet")  # beside those that Inductor compiles
@@ -30,7 +30,8 @@ EAGER = {"inner": "eager"}
 
 def options(folder: str) -> dict[str, list[dict[str, Any]]]:
     """Options to compile models with, in groups. Changes stay, and are compared with the state
-    before the first after each group, so options that do not exclude each other share a training.
+    before the first: settings after each training, all of it after each group. So options that do
+    not exclude each other share a training.
     """
     recipes: list[dict[str, Any]] = [{"recipe": name} for name in ("bf16", "quartet2")]
     recipes += [{"recipe": name, **EAGER} for name in RECIPES]
@@ -96,14 +97,15 @@ def main() -> None:
         for checkpointed in (False, True, False, True):  # twice: the first imports
             train_with("inductor", None, checkpointed)
         torch.manual_seed(0)
-        before = state()
+        before, set_before = state(), settings()
         train_with("inductor")
         by_torch = changes(before, state())
-        found = {}
+        found: dict[str, dict[str, str]] = {}
         for name, group in options(folder).items():
             for given in group:
                 train_with("quartet2", given, checkpointed="keep_packed" in given)
-            found[name] = changes(before, state())
+                found.setdefault(name, {}).update(changes(set_before, settings()))
+            found[name].update(changes(before, state()))
         import q2compile
 
         tools(q2compile)
