@@ -143,7 +143,7 @@ class _Moved:
     def write(self) -> None:
         outputs: dict[Any, fx.Node] = {n.args[1]: n for n in self.node.users}
         with self.graph.inserting_before(self.node):
-            self.shard = self.weight.shard_as_matrix(self._new)
+            self.shard = self._in_its_dtype(self.weight.shard_as_matrix(self._new))
             if self.call.scheme.global_scale == "none":
                 made = self._quantized(self.shard, outputs)
                 g = made[2]
@@ -158,6 +158,15 @@ class _Moved:
             output.replace_all_uses_with(parts[i])
             self.graph.erase_node(output)
         self.graph.erase_node(self.node)
+
+    def _in_its_dtype(self, shard: fx.Node) -> fx.Node:
+        """Before the pass the gather had it in memory. Now it may be cast in the kernel that
+        quantizes it, where Inductor keeps the fp32 value of a cast to bf16, unless its bits are
+        asked for."""
+        dtype = shard.meta["val"].dtype
+        if dtype.itemsize > 2 or shard.op == "placeholder":
+            return shard
+        return self._new(_aten.view.dtype, self._new(_aten.view.dtype, shard, torch.int16), dtype)
 
     def _quantized(self, x: Any, wanted: Any) -> dict[Any, fx.Node]:
         args, kwargs = self.call.replace(x=x).written()
