@@ -32,6 +32,7 @@ import torch._inductor.config as inductor_config
 from hypothesis import settings
 from torch._dynamo.utils import counters
 from torch._guards import TracingContext
+from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from q2compile.runtime_kernels import kernel_states, registry
@@ -92,9 +93,11 @@ def fresh_compiler() -> None:
 
 @pytest.fixture
 def vectors() -> Iterator[None]:
-    """Inductor's code for a CPU has vectors, as a user's has."""
+    """Inductor's code for a CPU has vectors, as a user's has. It remembers which there are."""
+    valid_vec_isa_list.cache_clear()
     with inductor_config.patch({"cpp.vec_isa_ok": None}):
         yield
+    valid_vec_isa_list.cache_clear()
 
 
 @pytest.fixture

@@ -76,7 +76,9 @@ class Graphs:
 def test_inductor_and_eager_agree():
     """Same codes, same random bits. Inductor only re-associates fp32 pointwise ops and reductions,
     which sometimes moves a value across a rounding boundary: 1e-3 of the norm."""
-    model, x = model_and_input()
+    torch.manual_seed(0)
+    layers = nn.RMSNorm(64), nn.Linear(64, 128), nn.SiLU(), nn.Linear(128, 64)
+    model, x = nn.Sequential(*layers), torch.randn(2, 33, 64)
     y, grads = step(model, x, inner="inductor")
     y_eager, grads_eager = step(model, x, inner="eager")
     assert (y - y_eager).norm() / y.norm() < 1e-2
