@@ -309,10 +309,10 @@ bandwidth; the constant part of a launch (all in `q2compile/cost_model/devices.p
 slots of a tensor-core instruction (`instructions.py`). The rest follows from bytes and from
 instructions counted in machine code.
 
-The rows were measured before kernels in chunks of 128, 4/6 and stores took fewer instructions
-(KERNEL_LOG.md, "two lanes swap half of their elements"); predictions are of today's kernels. Two
-kernels are known misses. `requantize_bf16`: its dequantized columns take longer than their bytes
-say. `nvfp4_x_both` at 16384 x 8192: 14% low by the instructions that it had when it was measured.
+The rows were measured before the kernels took fewer instructions (KERNEL_LOG.md, from "two lanes
+swap half of their elements" on); predictions are of today's kernels. Three are known misses.
+`requantize_bf16`: its dequantized columns take longer than their bytes say. `nvfp4_x_both` at
+16384 x 8192 and `nvfp4_dgrad_row` at 8192 x 4096: 14% and 15% low by the instructions of that time.
 
 {kernel_table}
 

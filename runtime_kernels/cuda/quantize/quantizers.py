@@ -56,6 +56,9 @@ def why_not(call: QuantizerCall) -> str | None:
         return "statistics are computed beside the kernel of the same call without them"
     if call.by_scales and call.x.dtype != torch.bfloat16:
         return f"it rounds bf16 to given scales, not {call.x.dtype}"
+    row, column = (step * call.x.element_size() for step in call.x.stride()[-2:])
+    if statically_known_true(row >= 1 << 32) or statically_known_true(column >= 1 << 32):
+        return "the kernel counts the bytes from row to row of x in 32 bits"
     if call.dbias is not None and rule == Rule.EXACT:
         return f"{call.scheme.name} has no tail kernel, which could add up the sums of tiles"
     if call.grouped and call.scheme.swizzled and rule in SCALED_AT_ONCE:

@@ -23,11 +23,13 @@ from q2compile.runtime_kernels.cuda.calls import (
 )
 from q2compile.runtime_kernels.cuda.jit import launch
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
-from q2compile.runtime_kernels.cuda.quantize import plan
+from q2compile.runtime_kernels.cuda.quantize import plan, quantizers
 from q2compile.runtime_kernels.cuda.quantize.plan import OperandSlots, quantizer_plan
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import SOURCES
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.numerics.transforms import FIXED_SIGN_SEED, get_transform
+from q2compile.runtime_kernels.ops.table import QUANTIZE, QuantizerCall
+from q2compile.torch_internals.private_names import FakeTensorMode
 from tests.support.emulation import serve
 
 BF16 = SOURCES[torch.bfloat16]
@@ -155,6 +157,19 @@ def test_more_elements_than_are_counted(monkeypatch) -> None:
         )
         with pytest.raises(ValueError, match=message):
             call(scheme, rows + 1)
+
+
+@pytest.mark.parametrize("step, served", [((1 << 31) - 1, True), (1 << 31, False)])
+def test_rows_that_lie_too_far_apart(step, served) -> None:
+    with FakeTensorMode():
+        x = torch.empty_strided((2, 32), (step, 1), dtype=torch.bfloat16)
+    call = QuantizerCall.named(
+        QUANTIZE, x=x, scheme="nvfp4_46_pow2", rowwise=True, columnwise=False
+    )
+    why = quantizers.why_not(call)
+    assert why == (
+        None if served else "the kernel counts the bytes from row to row of x in 32 bits"
+    )
 
 
 def test_fixed_signs_have_no_tensor(monkeypatch) -> None:

@@ -13,18 +13,17 @@
 // 1: as the last bit of a sum in [1024, 2048) is, so that their order does not matter. Two at a time,
 // since each waits for the one before it, unless that takes registers that are not there.
 Q2_INLINE Pair sum_of_products(const Pair (&x)[16], const Pair (&y)[16]) {
-  const Pair start = both(1024.0f * kUnit * kUnit);
-  Pair sums[2] = {start, start};
+  constexpr float kStart = 1024.0f * kUnit * kUnit;
+  Pair sums[2] = {both(kStart), both(kStart)};
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
     Pair& sum = sums[kNeighbors ? i / 8 : (kTensorCores ? 0 : i % 2)];
     sum = fma_toward_zero(x[i], y[i], sum);
   }
-  if constexpr (kTensorCores && !kNeighbors) return sub(sums[0], start);
-#pragma unroll
-  for (Pair& sum : sums) sum = sub(sum, start);
-  if constexpr (kNeighbors) return {sums[0].a + sums[0].b, sums[1].a + sums[1].b};
-  else return add(sums[0], sums[1]);
+  if constexpr (kTensorCores && !kNeighbors) return add(sums[0], both(-kStart));
+  if constexpr (kNeighbors)
+    return {sums[0].a - 2 * kStart + sums[0].b, sums[1].a - 2 * kStart + sums[1].b};
+  return add(add(sums[0], both(-2 * kStart)), sums[1]);
 }
 
 // Two blocks of 16 (tile.cuh, kNeighbors); x becomes what its codes stand for, in kUnit.

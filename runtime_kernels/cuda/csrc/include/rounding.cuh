@@ -102,9 +102,15 @@ Q2_INLINE u32 raw_scale(BlockScale scale, float largest) {
   return largest <= kHuge ? stored : 0x7FC00000u;
 }
 
+// x times the factor of u, which is 1 where nothing is rotated and nothing was quantized before.
+Q2_INLINE Pair by_factor(Pair x, const Common& common) {
+  if constexpr (kSize == 1 && !kScaled) return x;
+  return mul(x, both(common.factor));
+}
+
 // The factor of u. For a block of zeros the product may be too large.
 Q2_INLINE Pair times_factor(const BlockScales& scales, const Common& common) {
-  Pair inverse = mul({scales.of[0].inverse, scales.of[1].inverse}, both(common.factor));
+  Pair inverse = by_factor({scales.of[0].inverse, scales.of[1].inverse}, common);
   return kScaled ? Pair{fminf(inverse.a, kHuge), fminf(inverse.b, kHuge)} : inverse;
 }
 
@@ -140,10 +146,8 @@ Q2_INLINE Pair errors_of(const Pair (&x)[16], Pair inverse, Pair (&rounded)[16],
     Pair& sum = squares[kNeighbors ? i / 8 : 0];
     sum = fma(errors[i], errors[i], sum);
   }
-  Pair first = sub(squares[0], both(kStart));
-  if constexpr (!kNeighbors) return first;
-  Pair second = sub(squares[1], both(kStart));
-  return {first.a + first.b, second.a + second.b};
+  if constexpr (!kNeighbors) return add(squares[0], both(-kStart));
+  return {squares[0].a - 2 * kStart + squares[0].b, squares[1].a - 2 * kStart + squares[1].b};
 }
 
 // The scale `step` e4m3 steps above another (nvfp4.py, _stepped).
@@ -226,7 +230,7 @@ Q2_INLINE void round_by_errors(Pair (&x)[16], Pair largest, const Common& common
 
 Q2_INLINE void round_to_nearest(Pair (&x)[16], Pair inverse, u32 (&codes)[2][2]) {
   Pair scaled[16], rounded[16];
-  inverse = mul(inverse, both(kUnit));
+  if constexpr (kUnit != 1.0f) inverse = mul(inverse, both(kUnit));
 #pragma unroll
   for (int i = 0; i < 16; ++i) scaled[i] = scaled_by(x[i], of_pair(inverse, i));
   round_block(scaled, x, rounded, codes);
@@ -273,7 +277,7 @@ Q2_INLINE void round_stochastically(Pair (&x)[16], Pair inverse, const Output& o
 // stand for, in kUnit. Returns what is to be stored of each.
 Q2_INLINE uint2 round_blocks(Pair (&x)[16], Pair largest, const Common& common, const Output& out,
                              const u32 (&first)[2], u32 (&codes)[2][2]) {
-  largest = mul(largest, both(common.factor));
+  largest = by_factor(largest, common);
   BlockScales scales = block_scales(largest, common);
   Pair inverse = times_factor(scales, common);
   if constexpr (kStochastic) round_stochastically(x, inverse, out, first, codes);

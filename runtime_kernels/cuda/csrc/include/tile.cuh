@@ -322,9 +322,9 @@ Q2_INLINE void fetch_elements(const Params& p, Tile tile, const Rows& rows, u8* 
   constexpr int kPieces = kRowBytes / 16, kPerPiece = 16 / kBytes, kRowStep = kThreads / kPieces;
   int row = threadIdx.x / kPieces, piece = threadIdx.x % kPieces;
   u32 target = places.fetched;
-  const u8* source =
-      (const u8*)p.x + ((rows.first + row) * p.pitch + tile.col + piece * kPerPiece) * kBytes;
-  long long step = kRowStep * p.pitch * kBytes;
+  const u8* corner = (const u8*)p.x + (mul_wide(rows.first, p.pitch) + tile.col) * kBytes;
+  const u8* source = corner + piece * 16 + mul_wide(row, p.pitch * kBytes);
+  u64 step = mul_wide(kRowStep, p.pitch * kBytes);
   bool whole = rows.count >= kTileRows && tile.col + kTileCols <= p.cols;
   if (kVectors && whole) {
 #pragma unroll
