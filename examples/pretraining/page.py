@@ -339,7 +339,7 @@ def write(into: Path, folder: Path | None, untimed: Collection[str] = ()) -> lis
 def add_pictures(comparison: Path, into: Path) -> None:
     """Adds the pictures of a comparison. From fresh weights: those that exist. Branched, with many
     runs: the gaps of all comparable rows, and the curves of the runs whose gap to BF16 is of
-    interest."""
+    interest, if BF16 is one of its runs."""
     name = comparison.name
     done = finished(comparison)
     if not done or "branch" not in done[0].result.provenance:
@@ -357,7 +357,8 @@ def add_pictures(comparison: Path, into: Path) -> None:
         height = max(5.0, 0.2 * len(found))  # a line for each run
         picture(draw_errors, list(found.values()), title, into / f"errors-{name}.png", height)
     few = [run for run in done if run.result.run["against"] == BASELINE]
-    picture(draw_gaps, few, title, into / f"gaps-{name}.png")
+    if {run.result.name for run in few} > {BASELINE}:
+        picture(draw_gaps, few, title, into / f"gaps-{name}.png")
 
 
 def add(new: Sequence[dict[str, Any]], file: Path) -> None:
