@@ -54,7 +54,7 @@ FAULTS = (
     fault(
         "4/6 compares errors in units of two scales",
         "runtime_kernels/numerics/nvfp4.py",
-        "    chosen = error_four * ratio < error_six\n",
+        "    chosen = error_four * ratio.square() < error_six\n",
         "    chosen = error_four < error_six\n",
         _NUMERICS,
     ),

@@ -9,11 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from data_parallel import SAME_IN_ALL_LAYERS, half, sharded_blocks
-from tensor_parallel import EAGER, compiled, tensor_parallel
+from tensor_parallel import EAGER, tensor_parallel
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from training import Result, new_model, run_scenarios
+from training import Result, new_model, run_scenarios, train
 
 from q2compile.telemetry import flush
 from tests.support.new_process import restart_clock
@@ -31,7 +32,9 @@ def fsdp(options: dict[str, Any]) -> Result:
 
 
 def tensor(options: dict[str, Any]) -> Result:
-    return compiled(tensor_parallel, {**EAGER, **options})
+    model = tensor_parallel(dist.init_device_mesh("cpu", (2,)))
+    call = torch.compile(model, backend="quartet2", options={**EAGER, **options})
+    return train(model, call)
 
 
 def recording(name: str, scenario: Callable[[dict[str, Any]], Result]) -> Result:
