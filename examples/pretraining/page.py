@@ -245,7 +245,11 @@ def section(
         about = {name: of_name[0].run["about"] or "" for name, of_name in named.items()}
         parts.append(differences_table(others, about))
     if branch:
-        own = [found[name, BASELINE] for name in named if against[name] == BASELINE != name]
+        own = [
+            gap
+            for (name, other), gap in found.items()
+            if against[name] == other == BASELINE != name
+        ]
         parts += order_table(runs, [gap for gap in own if gap.seeds >= OWN_SPREAD])
     return "\n\n".join(parts)
 

@@ -185,6 +185,17 @@ def test_branched_runs_have_a_file_of_their_own(branched: Path, tmp_path: Path) 
     text = written.read_text()
     assert f"branched after step {BRANCH} of {STEPS}" in text
     assert "| run | stems | validation loss | gap to BF16 |" in text
+    assert (tmp_path / "gaps-tiny.png").exists()
+
+
+def test_a_page_of_runs_without_bf16_has_no_curves_over_it(branched: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "more"
+    folder.mkdir(parents=True)
+    for run in branched.glob("quartet2-seed*"):
+        (folder / run.name).symlink_to(run)
+    (written,) = page.write(tmp_path, tmp_path / "runs")
+    assert "| `quartet2` | 2 |" in written.read_text()
+    assert not list(tmp_path.glob("gaps-*.png"))
 
 
 # Plan -> those of its arms that train here. Of the linear layers, one of each class; other arms
