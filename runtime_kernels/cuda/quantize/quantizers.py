@@ -56,9 +56,6 @@ def why_not(call: QuantizerCall) -> str | None:
         return "statistics are computed beside the kernel of the same call without them"
     if call.by_scales and call.x.dtype != torch.bfloat16:
         return f"it rounds bf16 to given scales, not {call.x.dtype}"
-    row, column = (step * call.x.element_size() for step in call.x.stride()[-2:])
-    if statically_known_true(row >= 1 << 32) or statically_known_true(column >= 1 << 32):
-        return "the kernel counts the bytes from row to row of x in 32 bits"
     if call.dbias is not None and rule == Rule.EXACT:
         return f"{call.scheme.name} has no tail kernel, which could add up the sums of tiles"
     if call.grouped and call.scheme.swizzled and rule in SCALED_AT_ONCE:
@@ -71,11 +68,19 @@ def why_not(call: QuantizerCall) -> str | None:
     )
 
 
+def rows_too_far_apart(x: torch.Tensor) -> bool:
+    """Whether it is known of a matrix, of rows or of columns, that they lie 2^32 bytes apart."""
+    steps = (step * x.element_size() for step in x.stride())
+    return any(statically_known_true(step >= 1 << 32) for step in steps)
+
+
 def _unsupported(call: QuantizerCall) -> str | None:
     scheme, source = call.scheme, call.source_scheme
     if source is not None and source.swizzled and not scheme.swizzled:
         # The self-check of that scheme has a source with swizzled scales.
         scheme = scheme.with_form(SWIZZLED)
+    if rows_too_far_apart(call.x):
+        return "the kernel counts the bytes from row to row of x in 32 bits"
     return why_not(call) or rejection(
         call.spec.name, CUDA, call.x.device.index, scheme.name, use_of(call)
     )

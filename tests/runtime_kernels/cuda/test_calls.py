@@ -28,7 +28,6 @@ from q2compile.runtime_kernels.cuda.quantize.plan import OperandSlots, quantizer
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import SOURCES
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.numerics.transforms import FIXED_SIGN_SEED, get_transform
-from q2compile.runtime_kernels.ops.table import QUANTIZE, QuantizerCall
 from q2compile.torch_internals.private_names import FakeTensorMode
 from tests.support.emulation import serve
 
@@ -159,17 +158,13 @@ def test_more_elements_than_are_counted(monkeypatch) -> None:
             call(scheme, rows + 1)
 
 
-@pytest.mark.parametrize("step, served", [((1 << 31) - 1, True), (1 << 31, False)])
-def test_rows_that_lie_too_far_apart(step, served) -> None:
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("step, far", [((1 << 31) - 1, False), (1 << 31, True)])
+def test_rows_that_lie_too_far_apart(dim, step, far) -> None:
+    sizes, strides = ((2, 32), (step, 1)) if dim == 0 else ((32, 2), (1, step))
     with FakeTensorMode():
-        x = torch.empty_strided((2, 32), (step, 1), dtype=torch.bfloat16)
-    call = QuantizerCall.named(
-        QUANTIZE, x=x, scheme="nvfp4_46_pow2", rowwise=True, columnwise=False
-    )
-    why = quantizers.why_not(call)
-    assert why == (
-        None if served else "the kernel counts the bytes from row to row of x in 32 bits"
-    )
+        x = torch.empty_strided(sizes, strides, dtype=torch.bfloat16)
+    assert quantizers.rows_too_far_apart(x) == far
 
 
 def test_fixed_signs_have_no_tensor(monkeypatch) -> None:
