@@ -8,7 +8,6 @@ import dataclasses
 import json
 import os
 import signal
-import subprocess
 import time
 import warnings
 
@@ -21,15 +20,12 @@ from q2compile.runtime_kernels.cuda.check_results import UNENDED
 from q2compile.runtime_kernels.kernel_states import DeviceLostError, state_of
 from q2compile.runtime_kernels.registry import Kernel, KernelWarning
 from tests.support import forked
-from tests.support.faulty_checks import fork_children, request, runs
+from tests.support.faulty_checks import request, runs
 from tests.support.new_process import forget_checks
 from tests.support.small_model import Mlp, quantized
 from tests.support.warned import texts
 
-pytestmark = [
-    pytest.mark.usefixtures("fresh_compiler"),
-    pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning"),
-]
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 # How a check ends -> the reason noted for the kernel.
 ENDS = {
     "trap": "rejected: the process that ran its self-check was ended by SIGILL",
@@ -43,7 +39,6 @@ ENDS = {
 @pytest.fixture(autouse=True)
 def folder(monkeypatch, tmp_path):
     """The folder in which checks leave marks. Limits are short, and the machine is not busy."""
-    fork_children(monkeypatch)
     monkeypatch.setenv("Q2COMPILE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(check_child, "SECONDS", 1.0)
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
@@ -88,14 +83,13 @@ def test_whatever_a_kernel_does_it_alone_is_rejected_once(monkeypatch, folder, h
 
 @pytest.mark.parametrize("busy, end", [(0.5, "within 1 s"), (4, None)])
 def test_a_busy_machine_has_more_time(monkeypatch, folder, busy, end) -> None:
-    """As many times as there are processes for a core. The check takes two seconds."""
+    """As many times as there are processes for a core, up to five. The check takes two seconds."""
     monkeypatch.setattr(os, "getloadavg", lambda: (busy * os.cpu_count(), 0.0, 0.0))
     found, _ = refused("slow", folder)
     assert found is None if end is None else end in found
 
 
 def test_a_hang_ends_on_a_busy_machine_too(monkeypatch, folder) -> None:
-    """After at most five times as long."""
     monkeypatch.setattr(os, "getloadavg", lambda: (1e6, 0.0, 0.0))
     found, _ = refused("hang", folder)
     assert found == "rejected: its self-check did not end within 5 s"
@@ -211,9 +205,7 @@ def test_a_device_that_fails_here_ends_in_one_error_that_names_the_kernel(
 
 
 def test_an_orphan_keeps_its_result(monkeypatch, folder) -> None:
-    """Ctrl-C ends training at once. The child finishes its check, stores the result, and exits. It
-    is a program here, as a user's is."""
-    monkeypatch.setattr(check_child, "subprocess", subprocess)
+    """Ctrl-C ends training at once. The child finishes its check, stores the result, and exits."""
     asked = request("wrong", folder)
     child = check_child._Child()
     assert child.next(60)[0] == check_child.READY
