@@ -164,7 +164,7 @@ class _Moved:
         quantizes it, where Inductor keeps the fp32 value of a cast to bf16, unless its bits are
         asked for."""
         dtype = shard.meta["val"].dtype
-        if dtype.itemsize > 2 or shard.op == "placeholder":
+        if dtype.itemsize != 2 or shard.op == "placeholder":
             return shard
         return self._new(_aten.view.dtype, self._new(_aten.view.dtype, shard, torch.int16), dtype)
 

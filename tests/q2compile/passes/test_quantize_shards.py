@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import operator
 import re
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -129,17 +130,22 @@ class Gathering(nn.Module):
         return nn.functional.linear(x, w.to_local())
 
 
-@pytest.mark.usefixtures("fresh_compiler")
+@pytest.fixture
+def fake_group() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("fresh_compiler", "fake_group")
 def test_a_shard_is_rounded_as_a_gather_rounds_it(monkeypatch) -> None:
     """On GPUs Inductor fuses the cast into the quantizer, where it keeps the fp32 values of casts
     to bf16: on two H100s the loss of the first step was another by .1% to .2%."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     with inductor_config.patch(INDUCTOR_OPTIONS):
         written = emulate(monkeypatch, 90)
         serve_as_on(monkeypatch, 90)
         model = torch.compile(Gathering(), backend="quartet2")
         model(torch.randn(32, 128, dtype=torch.bfloat16, requires_grad=True))
-    dist.destroy_process_group()
     (forward,) = written
     bodies = dict(re.findall(r"\ndef (triton_\w+)\((.*?)\'\'\'", forward, re.S))
     read_it = re.findall(r"(triton_\w+)\.run\(primals_1,", forward)
