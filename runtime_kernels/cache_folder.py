@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where compiled kernels, passed self-checks and measured choices are stored between processes."""
 
+import functools
 import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -17,4 +19,16 @@ def cache_dir() -> Path:
     try:
         return Path.home() / ".cache" / "q2compile"
     except RuntimeError:
-        return Path(tempfile.gettempdir()) / f"q2compile-{os.getuid()}"
+        return _temporary(Path(tempfile.gettempdir()))
+
+
+@functools.cache
+def _temporary(parent: Path) -> Path:
+    """Anyone may create a folder there, and the cache holds code that is loaded: a folder of
+    another user, or a link, is left for a new one, which later processes do not find."""
+    folder = parent / f"q2compile-{os.getuid()}"
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    if folder.is_dir() and not folder.is_symlink() and folder.stat().st_uid == os.getuid():
+        return folder
+    return Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=parent))

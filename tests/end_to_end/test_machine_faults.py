@@ -7,6 +7,7 @@ import json
 import os
 import pwd
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -181,8 +182,10 @@ def test_a_read_only_cache_folder_costs_a_compilation(cache, monkeypatch):
     assert len(built) == 2
 
 
-def test_a_user_without_a_home_has_a_cache_among_temporary_files(monkeypatch, tmp_path):
-    """A container with --user: no HOME, and no entry in the user database."""
+@pytest.fixture
+def no_home(monkeypatch, tmp_path) -> Path:
+    """A container with --user: no HOME, and no entry in the user database. Returns the folder that
+    the cache of such a user has."""
 
     def unknown(uid):
         raise KeyError(uid)
@@ -191,7 +194,29 @@ def test_a_user_without_a_home_has_a_cache_among_temporary_files(monkeypatch, tm
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", unknown)
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
-    assert cache_dir() == tmp_path / f"q2compile-{os.getuid()}"
+    return tmp_path / f"q2compile-{os.getuid()}"
+
+
+def test_a_user_without_a_home_has_a_cache_among_temporary_files(no_home):
+    assert cache_dir() == no_home == cache_dir()
+    assert stat.S_IMODE(no_home.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("kind", ["a link", "a file", "another user's"])
+def test_a_cache_that_another_user_may_have_planted_is_not_read(kind, no_home, monkeypatch):
+    """The cache holds code. The folder for temporary files is everyone's."""
+    if kind == "a link":
+        no_home.symlink_to(no_home.parent)
+    elif kind == "a file":
+        no_home.touch()
+    else:
+        no_home.mkdir()
+        user = os.getuid()
+        monkeypatch.setattr(os, "getuid", lambda: user + 1)
+        no_home.rename(no_home.with_name(f"q2compile-{user + 1}"))
+    found = cache_dir()
+    assert found == cache_dir() and found.name.startswith(f"q2compile-{os.getuid()}-")
+    assert stat.S_IMODE(found.stat().st_mode) == 0o700 and list(found.iterdir()) == []
 
 
 @pytest.mark.parametrize("content", [b"", b"short", b"\0" * 4096, "other", "truncated"])
