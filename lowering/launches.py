@@ -210,7 +210,7 @@ def _products_of(members: Sequence[Member]) -> list[Product]:
                 continue
             with V.graph.fake_mode:
                 buffer = output_buffer(
-                    torch.empty((), dtype=torch.float32, device=_device(members[0]))
+                    torch.empty((), dtype=torch.float32, device=members[0].device)
                 )
             state.products[pair] = view(buffer, [])
             if not isinstance(known, tuple):
@@ -227,10 +227,6 @@ def _fallback(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, 
 
 def name_of(op: torch._ops.OpOverload) -> str:
     return op.name().partition("::")[2]
-
-
-def _device(member: Member) -> torch.device:
-    return next(a for a in member.args if is_tensor(a)).get_device_or_error()
 
 
 def is_tensor(arg: Any) -> bool:
@@ -294,7 +290,7 @@ class Launches(LaunchNode):
         products: Sequence[Product] = (),
     ) -> None:
         self._members, self._products = members, products
-        device = _device(members[0])
+        device = members[0].device
         if device.type == "cuda" and (len(members) > 1 or products):
             compiled = compile_ahead([_launched(m.op, m.args) for m in members], device.index)
             begin(_checked_group(members, products), device, compiled)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+from torch._inductor import ir
 
 from q2compile.runtime_kernels.cuda.quantize.grouping import Tail
 from q2compile.runtime_kernels.cuda.quantize.plan import tail_launch
@@ -45,6 +46,11 @@ class Member(NamedTuple):
     op: str
     args: Sequence[Any]
     buffers: list[Any]
+
+    @property
+    def device(self) -> torch.device:
+        first: Any = next(a for a in self.args if isinstance(a, ir.IRNode))
+        return first.get_device_or_error()
 
     @property
     def tail(self) -> Tail:

@@ -79,6 +79,11 @@ def disable(names: Iterable[str], who: str) -> None:
         _DISABLED.setdefault(name, who)
 
 
+def enable_all() -> None:
+    """No kernel is disabled any more."""
+    _DISABLED.clear()
+
+
 def named_in_environment() -> tuple[str, ...]:
     """The names in Q2COMPILE_DISABLE_KERNELS, separated by commas."""
     given = (name.strip() for name in os.environ.get(VARIABLE, "").split(","))

@@ -58,6 +58,10 @@ class KernelWarning(RuntimeWarning):
     """A kernel failed, and another runs in its place."""
 
 
+def _nothing(*args) -> None:
+    return None
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One implementation of one op.
@@ -76,8 +80,8 @@ class Kernel:
     name: str
     device_type: str | None
     function: Callable
-    unsupported: Callable[..., str | None]
-    prepare: Callable[..., None]
+    unsupported: Callable[..., str | None] = _nothing
+    prepare: Callable[..., None] = _nothing
     launching: Any = None
 
     def why_not(self, *args) -> str | None:
@@ -94,7 +98,7 @@ class Kernel:
         return failure or why_disabled(self.op, self.name) or self.unsupported(*args)
 
 
-_KERNELS: dict[str, list[Kernel]] = {}
+KERNELS: dict[str, list[Kernel]] = {}  # op -> its kernels, in the order in which they are tried
 _FAILURES: dict[Hashable, Reason] = {}  # kind of call -> why the kernel was rejected for it
 _PREFERRED: dict[str, Callable[[Sequence], str | None]] = {}
 _REASONS: list[Callable[[], list[str]]] = []
@@ -102,10 +106,6 @@ _EMULATED: list[Callable[[], list[str]]] = []
 _REFERENCES: dict[str, str] = {}  # op -> why its reference serves a GPU
 _MOST_FAILURES = 4096  # for a program whose shapes never repeat
 _WARNED: dict[tuple[str, str, torch.device], str] = {}  # what was rejected, and the first reason
-
-
-def _nothing(*args) -> None:
-    return None
 
 
 def define(schema: str, *, fake: Callable, tags: Sequence[torch.Tag] = ()) -> None:
@@ -116,7 +116,7 @@ def define(schema: str, *, fake: Callable, tags: Sequence[torch.Tag] = ()) -> No
     strides seen in tracing, even after a pass has given the node other operands.
     """
     name = schema.partition("(")[0]
-    candidates = _KERNELS.setdefault(name, [])
+    candidates = KERNELS.setdefault(name, [])
 
     def call(*args, **kwargs):
         return _run(candidates, bound(name, args, kwargs))
@@ -198,7 +198,7 @@ def _say_why_reference(candidates: Sequence[Kernel], args: tuple) -> None:
     that are rejected or disabled are reported elsewhere (`left_out`). The reference of a recorded
     call makes the same call without its statistics, which then says it (ops/recorded.py)."""
     op, device = candidates[0].op, device_of(args)
-    if op in _REFERENCES or candidates is not _KERNELS[op] or _is_recorded(op, args):
+    if op in _REFERENCES or candidates is not KERNELS[op] or _is_recorded(op, args):
         return
     reasons = {k.name: k.unavailable(args) for k in candidates if k.device_type == device.type}
     states = {state_of(why) for why in reasons.values() if why}
@@ -335,6 +335,12 @@ def left_out() -> list[str]:
     ]
 
 
+def forget_failures() -> None:
+    """As in a new process: no kernel is rejected, and no reference has served a GPU."""
+    for found in (_FAILURES, _WARNED, _REFERENCES):
+        found.clear()
+
+
 def kernel(
     op: str,
     name: str,
@@ -348,9 +354,9 @@ def kernel(
     earlier one."""
 
     def register(function: Callable) -> Callable:
-        assert all(k.name != name for k in _KERNELS[op]), f"q2::{op} already has a kernel {name!r}"
+        assert all(k.name != name for k in KERNELS[op]), f"q2::{op} already has a kernel {name!r}"
         added = Kernel(op, name, device_type, function, unsupported, prepare, launching)
-        _KERNELS[op].insert(0, added)
+        KERNELS[op].insert(0, added)
         return function
 
     return register
@@ -358,7 +364,7 @@ def kernel(
 
 def ops() -> tuple[str, ...]:
     """Names of the ops that have kernels, without their namespace."""
-    return tuple(_KERNELS)
+    return tuple(KERNELS)
 
 
 def kernels(op: str) -> tuple[Kernel, ...]:
@@ -367,9 +373,9 @@ def kernels(op: str) -> tuple[Kernel, ...]:
     Raises:
         ValueError: there is no such op.
     """
-    if op not in _KERNELS:
-        raise ValueError(f"q2 has no op {op!r}; it has {', '.join(sorted(_KERNELS))}.")
-    return tuple(_KERNELS[op])
+    if op not in KERNELS:
+        raise ValueError(f"q2 has no op {op!r}; it has {', '.join(sorted(KERNELS))}.")
+    return tuple(KERNELS[op])
 
 
 def serving(op: str, args: Sequence) -> Kernel:

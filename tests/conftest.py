@@ -36,6 +36,7 @@ from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from q2compile.runtime_kernels import kernel_states, registry
+from q2compile.runtime_kernels.cuda import checks
 from tests.support.browser import Browser, missing
 from tests.support.new_process import forget_checks, forget_dump_folders, forget_failures
 
@@ -75,12 +76,11 @@ def _no_mode_outlives_its_test() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _no_kernel_left_out_outlives_its_test(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_kernel_left_out_outlives_its_test() -> None:
     """A disabled kernel would not run in the next test, whose reports would mention it."""
-    forget_failures(monkeypatch)
-    registry._REFERENCES.clear()
-    monkeypatch.setattr(kernel_states, "_DISABLED", {})
-    forget_checks(monkeypatch)
+    forget_failures()
+    kernel_states.enable_all()
+    forget_checks()
 
 
 @pytest.fixture
@@ -105,8 +105,16 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[tuple[int, int]],
     """Call it with a compute capability: the process then behaves as if it had such a GPU."""
     from tests.support.pretended_gpu import forget, pretend
 
-    yield partial(pretend, monkeypatch)
+    with checks.answering(checks.Mode(stored=False, in_child=False)):
+        yield partial(pretend, monkeypatch)
     forget()
+
+
+@pytest.fixture
+def checked_here() -> Iterator[None]:
+    """Self-checks run in this process, where a test can replace them, and not in a child."""
+    with checks.answering(checks.Mode(in_child=False)):
+        yield
 
 
 @pytest.fixture
@@ -122,15 +130,14 @@ def candidate() -> Iterator[Callable[..., list]]:
             calls.append(args)
             raise error
 
-        nothing = registry._nothing
-        kernel = registry.Kernel(op, name, "cpu", function, nothing, nothing)
+        kernel = registry.Kernel(op, name, "cpu", function)
         added.append(dataclasses.replace(kernel, **parts))
-        registry._KERNELS[op].insert(0, added[-1])
+        registry.KERNELS[op].insert(0, added[-1])
         return calls
 
     yield put
     for kernel in added:
-        registry._KERNELS[kernel.op].remove(kernel)
+        registry.KERNELS[kernel.op].remove(kernel)
 
 
 @pytest.fixture

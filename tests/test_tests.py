@@ -43,11 +43,16 @@ def private_patches(path: Path) -> Iterator[str]:
                 yield ".".join(words)
 
 
-MOST_PRIVATE_PATCHES = 47  # on 2026-11-26; lower it with them
+# Private names of torch and of Triton that tests replace, where these have no public ones.
+PRIVATE_PATCHES = {
+    "driver._active",  # of triton.runtime
+    "torch.__future__._swap_module_params_on_conversion",
+    "torch._C._cuda_getCurrentRawStream",
+    "torch._logging.trace_structured",
+}
 
 
 def test_tests_patch_public_names() -> None:
-    """A rename inside a module then breaks no test. The number of exceptions may not grow."""
+    """A rename inside a module of ours then breaks no test."""
     files = [p for p in tracked(ROOT) if p.suffix == ".py" and p.is_relative_to(ROOT / "tests")]
-    found = [name for p in files for name in private_patches(p)]
-    assert 0 < len(found) <= MOST_PRIVATE_PATCHES, sorted(found)
+    assert {name for p in files for name in private_patches(p)} == PRIVATE_PATCHES

@@ -36,7 +36,7 @@ _SHAPE = (130, 264)
 def rejection(device: torch.device, call: QuantizerCall) -> str | None:
     """None when the Inductor kernel of such a call may be used on this device, otherwise the reason
     in words."""
-    if _is_known(device):
+    if not needs_check(device):
         return why_disabled(call.spec.name, INDUCTOR)
     return checks.rejection(_request(device, call))
 
@@ -45,7 +45,7 @@ def begin(device: torch.device, scheme: str) -> None:
     """Start the check of a rowwise quantizer, if it is an Inductor kernel."""
     call = rowwise_call(scheme)
     made = why_not_lowered(device, call) is None and beats_kernels(call)
-    if made and not _is_known(device):
+    if made and needs_check(device):
         checks.begin(_request(device, call))
 
 
@@ -62,9 +62,9 @@ def _is_plain(arg: object) -> bool:
     return arg is None or isinstance(arg, bool | int | float | str | torch.dtype)
 
 
-def _is_known(device: torch.device) -> bool:
-    """Whether no check is needed: tests check Inductor's code for a CPU."""
-    return device.type != "cuda"
+def needs_check(device: torch.device) -> bool:
+    """Not on a CPU: tests check Inductor's code for it."""
+    return device.type == "cuda"
 
 
 def is_unavailable(device: torch.device, call: QuantizerCall) -> bool:

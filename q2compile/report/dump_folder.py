@@ -90,6 +90,11 @@ class DumpFolder:
             cls._open[key] = cls(folder)
         return cls._open[key]
 
+    @classmethod
+    def forget_all(cls) -> None:
+        """As in a new process: the next graph starts its folder anew."""
+        cls._open.clear()
+
     def new_graph(self) -> tuple[Path, GraphRecord]:
         """The folder of one more graph, and what writes into it."""
         number = self.report.graphs

@@ -52,8 +52,8 @@ def _built(found: Matmul, recipe: Recipe, salt: int) -> fx.Node:
     graph, node = found.gm.graph, found.node
     site = {**node.meta.get("custom", {}), SALT: salt}
     with graph.inserting_before(node):
-        x = _view(graph, found.x, found.x_views)
-        w = _view(graph, found.w, found.w_views)
+        x = with_views(graph, found.x, found.x_views)
+        w = with_views(graph, found.w, found.w_views)
         third = {"linear": (found.bias,), "batched_linear": ()}.get(found.op, (found.groups,))
         op = getattr(torch.ops.q2, found.op).default
         y = graph.call_function(op, (x, w, *third, *recipe.texts(), salt))
@@ -62,7 +62,7 @@ def _built(found: Matmul, recipe: Recipe, salt: int) -> fx.Node:
             with torch.no_grad():
                 shape = (*example(x).shape[:-1], example(w).shape[-2])
                 y.meta["example_value"] = example(node).new_empty(shape)
-        out = _view(graph, y, found.y_views)
+        out = with_views(graph, y, found.y_views)
     out.meta = {**node.meta, "custom": site}
     return out
 
@@ -74,7 +74,7 @@ def _erase_unused_views(graph: fx.Graph, node: Any) -> None:
         graph.erase_node(unused)
 
 
-def _view(graph: fx.Graph, node: fx.Node, views: tuple[View, ...]) -> fx.Node:
+def with_views(graph: fx.Graph, node: fx.Node, views: tuple[View, ...]) -> fx.Node:
     """``node`` after ``views``; a transpose of a transpose is the tensor itself."""
     for method, args in views:
         if _undoes(node, method, args):

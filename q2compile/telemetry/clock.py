@@ -39,6 +39,12 @@ class _Clock:
 _clock = _Clock()
 
 
+def restart() -> None:
+    """As in a new process: steps are counted from 0, by the steps of optimizers."""
+    global _clock
+    _clock = _Clock()
+
+
 class Trained:
     """One parameter of a recorded graph, by which the optimizers of the graph are found."""
 

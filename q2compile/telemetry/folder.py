@@ -266,6 +266,12 @@ def asked_for(options: TelemetryOptions) -> None:
     _asked_for[os.getpid(), Path(options.to).absolute()] = None
 
 
+def forget() -> None:
+    """As in a new process: no folder is in use."""
+    Folder._open.clear()
+    _asked_for.clear()
+
+
 def _at_exit() -> None:
     flush()
     for (process, *_), folder in Folder._open.items():

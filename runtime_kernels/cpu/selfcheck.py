@@ -37,6 +37,11 @@ _RESULTS: dict[tuple, str | None] = {}  # check -> why the kernel is rejected
 _LOCK = threading.RLock()
 
 
+def forget() -> None:
+    """As in a new process: kernels are checked again before their next use."""
+    _RESULTS.clear()
+
+
 def rejected(call: QuantizerCall) -> str | None:
     """None when the kernel of such a call may be used, otherwise the reason in words."""
     source = call.args.get("source_scheme")

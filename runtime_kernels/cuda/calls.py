@@ -28,9 +28,10 @@ from q2compile.runtime_kernels.registry import CUDA, kernel
 
 _MOST_BOUND_CALLS = 4096  # for a program whose shapes never repeat
 ALIGNMENT = 16  # bytes that the kernels load at once
-_address_of = torch.Tensor.data_ptr
 _note = recent_launches.note
-_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # no build for CPUs has it
+# The addresses and the stream of a launch; an emulation on a CPU has others.
+address_of = torch.Tensor.data_ptr
+raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # no build for CPUs has it
 
 
 class Layout(Enum):
@@ -186,7 +187,7 @@ class BoundCall:
         tensors: the inputs and the wanted outputs, in order.
         """
         _note(self)
-        addresses = list(map(_address_of, tensors))  # a comprehension would be one more call
+        addresses = list(map(address_of, tensors))  # a comprehension would be one more call
         # The workspace is freed at once. Whatever reuses its memory comes later in the stream.
         if self._bytes:
             workspace = empty((self._bytes,), (1,), torch.uint8)
@@ -195,7 +196,7 @@ class BoundCall:
             addresses.append(0)
         for tensor, offset in self._byte_offsets:
             addresses.append(addresses[tensor] + offset)
-        stream = _raw_stream(self._index)
+        stream = raw_stream(self._index)
         for launch in self._launches:
             launch(stream, addresses)
         if self._unproven:

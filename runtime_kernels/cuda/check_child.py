@@ -191,7 +191,7 @@ class Checker:
                 with self._lock:
                     if not self._asked.empty():
                         continue
-                    self._drop()
+                    self.end_child()
                     self._thread = None
                     return
             for each in after:
@@ -199,10 +199,11 @@ class Checker:
             try:
                 future.set_result(self._result(request))
             except BaseException as error:  # somebody waits for it
-                self._drop()
+                self.end_child()
                 future.set_result(Unable(f"{type(error).__name__}: {error}"))
 
-    def _drop(self) -> str:
+    def end_child(self) -> str:
+        """Ends the child, if there is one, and says how it ended."""
         child, self._child = self._child, None
         return "" if child is None else child.end()
 
@@ -220,7 +221,7 @@ class Checker:
                 waited = silent.args[0]
                 self._reject(began[-1], f"its self-check did not end within {waited:.0f} s")
             except _Gone:
-                how = self._drop()
+                how = self.end_child()
                 if began:
                     self._reject(began[-1], f"the process that ran its self-check {how}")
                 elif fresh:  # it fails at something else than a kernel
@@ -244,7 +245,7 @@ class Checker:
                 began.pop()
                 self._found[message[0].check] = message[1]
             elif what == LOST:  # whose kernel is known
-                self._drop()
+                self.end_child()
                 return None
             else:
                 return Unable(message)
@@ -259,14 +260,14 @@ class Checker:
             self._child = _Child()
             self._child.next(_STARTING)
         except (_Silent, _Gone):
-            self._unable = Unable(f"the process of self-checks {self._drop()}")
+            self._unable = Unable(f"the process of self-checks {self.end_child()}")
         except OSError as error:
             self._unable = Unable(f"no process of self-checks can be started: {error}")
         return self._child if self._unable is None else None
 
     def _reject(self, request: Request, why: str) -> None:
         pid = self._child.pid if self._child else None
-        self._drop()
+        self.end_child()
         result = Result(rejected(f"{why[:2000]}"))
         self._found[request.check] = result
         check_results.store(request, result)

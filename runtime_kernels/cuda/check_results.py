@@ -120,6 +120,11 @@ def named(device: torch.device) -> tuple[str, int, int]:
     return properties.name, properties.major, properties.minor
 
 
+def forget_sources() -> None:
+    """As in a new process: the sources of the kernels are read again."""
+    _hash.cache_clear()
+
+
 def _is_alive(marker: Path) -> bool:
     """Whether the process of a mark is running. Of one on another machine, which shares the folder,
     only the age of the mark is known."""

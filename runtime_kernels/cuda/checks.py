@@ -86,7 +86,7 @@ _LOCK = threading.Lock()
 # The checks that the current code runs in, outermost first: a check must not wait for itself, and
 # the outermost one holds the lock. Threads that a check starts inherit them by their context.
 _INSIDE: ContextVar[tuple[Check, ...]] = ContextVar("q2compile_checks", default=())
-_CHECKER = Checker()
+CHECKER = Checker()
 
 
 @contextmanager
@@ -94,14 +94,19 @@ def answering(mode: Mode) -> Iterator[None]:
     """Sets another mode, and forgets the results of this process meanwhile."""
     before, found = _State.mode, dict(_RESULTS)
     _State.mode = mode
-    _RESULTS.clear()
-    _CHECKER.forget()
+    forget()
     try:
         yield
     finally:
         _State.mode = before
         _RESULTS.clear()
         _RESULTS.update(found)
+
+
+def forget() -> None:
+    """As in a new process: results of earlier processes are read again."""
+    _RESULTS.clear()
+    CHECKER.forget()
 
 
 def rejection(request: Request) -> str | None:
@@ -139,7 +144,7 @@ def begin(request: Request, after: Sequence[Future] = ()) -> None:
     """Starts a check in the child process, unless its result is known. after: futures of threads
     that compile its kernels."""
     if not is_known(request) and _State.mode.in_child and _State.mode.runs:
-        _CHECKER.submit(request, after)
+        CHECKER.submit(request, after)
 
 
 def is_known(request: Request) -> bool:
@@ -177,7 +182,7 @@ def _checked(request: Request) -> Result:
             "capturing it."
         )
     if _State.mode.in_child:
-        found = _CHECKER.submit(request).result()
+        found = CHECKER.submit(request).result()
         if not isinstance(found, Unable):
             return found
         LOG.info("q2compile: %s is checked in this process: %s", request.label, found.why)
@@ -200,11 +205,11 @@ def run_here(request: Request) -> Result:
     try:
         reason = differs(*request.arguments)
         reason = reason and rejected(f"it failed its self-check on this GPU: {reason}")
-        lost = _device_error(device)
+        lost = device_error(device)
     except DeviceLostError:
         raise  # of a check inside of this one
     except Exception as error:
-        lost = _device_error(device)
+        lost = device_error(device)
         if lost is None and not kernels_own(error, op, name, device):
             raise
         reason, lasts = failure_text(error), lost is not None or not isinstance(error, _PASSING)
@@ -222,7 +227,7 @@ def run_here(request: Request) -> Result:
     return result
 
 
-def _device_error(device: torch.device) -> Exception | None:
+def device_error(device: torch.device) -> Exception | None:
     """The device's error, if one occurred, after all launches have ended."""
     if device.type != "cuda":
         return None

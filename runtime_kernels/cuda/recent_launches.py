@@ -36,6 +36,11 @@ def recent() -> list[str]:
     return [str(launch) for launch in reversed(_RECENT)][:_SHOWN]
 
 
+def forget() -> None:
+    """As in a new process: nothing was launched."""
+    _RECENT.clear()
+
+
 def watch() -> None:
     """Has an uncaught device error be followed by that line from now on."""
     global _watching

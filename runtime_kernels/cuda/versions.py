@@ -15,7 +15,7 @@ import torch
 from q2compile.runtime_kernels.cuda.jit.launch import LaunchError
 
 _PACKAGES = ("triton", "nvidia-cuda-nvrtc")
-_DRIVER = Path("/proc/driver/nvidia/version")  # of Linux
+DRIVER_FILE = Path("/proc/driver/nvidia/version")  # of Linux
 
 
 @functools.cache
@@ -54,7 +54,7 @@ def driver_version() -> str:
     """Like "580.65.06"; where that is not known the highest CUDA version it runs, like "13000"; ""
     without one."""
     try:
-        words = _DRIVER.read_text(encoding="utf-8").splitlines()[0].split()
+        words = DRIVER_FILE.read_text(encoding="utf-8").splitlines()[0].split()
         return next(word for word in words if word[:1].isdigit() and "." in word)
     except (OSError, ValueError, IndexError, StopIteration):
         asked = getattr(torch._C, "_cuda_getDriverVersion", None)

@@ -36,6 +36,12 @@ def make(device: torch.device) -> None:
     _PAIRS[pairs.device] = pairs  # with an index, as operands have it
 
 
+def forget() -> None:
+    """As in a new process: no device has constants."""
+    _PAIRS.clear()
+    _ROTATIONS.clear()
+
+
 def pairs_of_bytes(device: torch.device) -> torch.Tensor:
     """See above."""
     found = _PAIRS.get(device)

@@ -37,6 +37,11 @@ def counters() -> dict[tuple[int, torch.device], torch.Tensor]:
     return dict(_COUNTERS)
 
 
+def forget_counters() -> None:
+    """As in a new process: no seed was drawn. Not while a compiled graph uses a counter."""
+    _COUNTERS.clear()
+
+
 def fake_seed(anchor, salt, key):
     return anchor.new_empty((), dtype=torch.int64)
 

@@ -333,10 +333,10 @@ def folder(tmp_path, monkeypatch, fresh_compiler) -> Path:
 
 @pytest.fixture(autouse=True)
 def _kernels_of_a_page_are_forgotten() -> Iterator[None]:
-    before = {op: list(kernels) for op, kernels in registry._KERNELS.items()}
+    before = {op: list(kernels) for op, kernels in registry.KERNELS.items()}
     yield
     for op, kernels in before.items():
-        registry._KERNELS[op][:] = kernels
+        registry.KERNELS[op][:] = kernels
 
 
 @pytest.fixture

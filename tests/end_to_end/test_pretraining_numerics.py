@@ -61,7 +61,7 @@ def test_the_oracle_runs_references_where_there_are_kernels() -> None:
 
     ordinary = registry.kernels("quantize")
     first = registry.Kernel("quantize", "spy", "cpu", spy, lambda *args: None, lambda *args: None)
-    candidates = registry._KERNELS["quantize"]
+    candidates = registry.KERNELS["quantize"]
     candidates.insert(0, first)
     try:
         model = nn.Sequential(nn.Linear(64, 32))

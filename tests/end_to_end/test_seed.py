@@ -8,15 +8,15 @@ from torch.utils.checkpoint import checkpoint
 
 import q2compile
 from q2compile.errors import ConfigError
-from q2compile.runtime_kernels.ops import seed as seed_op
+from q2compile.runtime_kernels.ops.seed import counter, forget_counters
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 STEPS = 3
 
 
 @pytest.fixture(autouse=True)
-def no_counters(monkeypatch):
-    monkeypatch.setattr(seed_op, "_COUNTERS", {})
+def no_counters():
+    forget_counters()
 
 
 class Net(nn.Module):
@@ -81,7 +81,7 @@ def test_a_seed_gives_the_same_bits_again_and_another_gives_others(recipe):
     runs = []
     for key in (7, 7, 8):
         torch._dynamo.reset()
-        seed_op._COUNTERS.clear()
+        forget_counters()
         runs.append(trained(recipe=recipe, seed=key))
     first, again, other = runs
     assert equal(first, again)
@@ -95,7 +95,7 @@ def test_a_seed_gives_the_same_bits_again_and_another_gives_others(recipe):
 def test_bits_do_not_depend_on_how_a_graph_is_compiled(how):
     one = trained(seed=7, inner="eager")
     torch._dynamo.reset()
-    seed_op._COUNTERS.clear()
+    forget_counters()
     for a, b in zip(one, trained(seed=7, **how), strict=True):
         assert (a - b).norm() < 1e-3 * a.norm()  # sums in another order; other bits differ by 5%
 
@@ -103,23 +103,23 @@ def test_bits_do_not_depend_on_how_a_graph_is_compiled(how):
 def test_a_resumed_run_goes_on_with_the_bits_that_would_have_come():
     through = trained(4, seed=7)
     torch._dynamo.reset()
-    seed_op._COUNTERS.clear()
+    forget_counters()
     torch.manual_seed(0)
     model = Net()
     compiled = torch.compile(model, backend="quartet2", options={"seed": 7})
     first = steps_of(compiled, model, 2)
     state = q2compile.get_rng_state()
     assert state == {"cpu": {7: 6}}  # 2 steps of two wgrads and one dgrad
-    seed_op._COUNTERS.clear()
+    forget_counters()
     q2compile.set_rng_state(state)
     assert equal(first + steps_of(compiled, model, 2), through)
 
 
 def test_the_state_of_a_counter_is_one_tensor_for_good():
     """CUDA graphs have its address."""
-    before = seed_op.counter(7, torch.device("cpu"))
+    before = counter(7, torch.device("cpu"))
     q2compile.set_rng_state({"cpu": {7: 5}})
-    assert seed_op.counter(7, torch.device("cpu")) is before
+    assert counter(7, torch.device("cpu")) is before
     assert before == 5
     q2compile.set_rng_state({})
     assert before == 0

@@ -18,6 +18,7 @@ from torch._inductor.lowering import lowerings
 
 from q2compile import lowering
 from q2compile.lowering import launches
+from q2compile.lowering.member import Member
 from q2compile.runtime_kernels import registry
 from q2compile.runtime_kernels.cuda.call_site import CallSite, GroupedCallSite
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, LaunchError
@@ -278,7 +279,7 @@ def test_where_only_the_launch_of_several_fails(request, monkeypatch) -> None:
         warnings.simplefilter("error", KernelWarning)
         for _ in range(2):
             assert all(map(torch.equal, step(rows(100)), want))
-    assert not registry._FAILURES and bound.count("rotate_quantize.cu") >= 4
+    assert not registry.left_out() and bound.count("rotate_quantize.cu") >= 4
 
 
 def test_what_is_launched_together_is_compiled_ahead(pretended, monkeypatch) -> None:
@@ -289,7 +290,7 @@ def test_what_is_launched_together_is_compiled_ahead(pretended, monkeypatch) -> 
     def compile_ahead(calls, index) -> None:
         asked.append((index, [[launch.variant.entry for launch in each] for each in calls]))
 
-    monkeypatch.setattr(launches, "_device", lambda member: torch.device("cuda", 1))
+    monkeypatch.setattr(Member, "device", torch.device("cuda", 1))
     begun: list[Any] = []
     monkeypatch.setattr(launches, "compile_ahead", compile_ahead)
     monkeypatch.setattr(launches, "begin", lambda *of: begun.append(of))
@@ -312,7 +313,7 @@ def test_want_of_memory_is_raised(request, monkeypatch) -> None:
     monkeypatch.setattr(Launch, "bind", failing)
     with pytest.raises(torch.OutOfMemoryError):
         step_of("quartet2")(rows(100))
-    assert not registry._FAILURES
+    assert not registry.left_out()
 
 
 def test_a_site_where_another_kernel_serves() -> None:

@@ -11,12 +11,12 @@ from torch._inductor.utils import run_and_get_code
 
 from q2compile.lowering.inductor_kernels import selfcheck
 from q2compile.runtime_kernels import registry
-from q2compile.runtime_kernels.cuda import check_results, checks
+from q2compile.runtime_kernels.cuda import check_results
 from q2compile.runtime_kernels.ops.table import rowwise_call
 from q2compile.runtime_kernels.registry import KernelWarning
 from q2compile.tools import doctor, kernel_rows
 from tests.support.emulation.inductor import lower_on_cpu
-from tests.support.new_process import forget_checks
+from tests.support.new_process import forget_checks, forget_failures
 from tests.support.warned import texts
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -27,11 +27,10 @@ CALL = rowwise_call(SCHEME)
 
 
 @pytest.fixture(autouse=True)
-def unknown(monkeypatch, tmp_path) -> None:
+def unknown(checked_here, monkeypatch, tmp_path) -> None:
     lower_on_cpu(monkeypatch)
     monkeypatch.setenv("Q2COMPILE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(checks._State, "mode", checks.Mode(in_child=False))
-    monkeypatch.setattr(selfcheck, "_is_known", lambda device: False)
+    monkeypatch.setattr(selfcheck, "needs_check", lambda device: True)
     monkeypatch.setattr(check_results, "named", lambda device: ("a CPU", 0, 0))
 
 
@@ -52,10 +51,6 @@ def ran(monkeypatch) -> list[tuple]:
 
 def quantized(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return torch.ops.q2.quantize(x.relu() * 3, scheme=SCHEME, rowwise=True, columnwise=False)
-
-
-def in_a_new_process(monkeypatch) -> None:
-    forget_checks(monkeypatch)
 
 
 def test_in_the_midst_of_a_compilation(monkeypatch) -> None:
@@ -80,14 +75,14 @@ def test_in_the_midst_of_a_compilation(monkeypatch) -> None:
 
 
 def test_loops_that_differ_are_not_used(monkeypatch) -> None:
-    def compiled(function, inputs):
+    def compiled(graph, inputs):
         def wrong(*args):
-            codes, *others = function(*args)
+            codes, *others = graph(*args)
             return codes ^ 1, *others
 
         return wrong
 
-    monkeypatch.setattr(selfcheck, "_compiled", compiled)
+    monkeypatch.setattr(selfcheck, "compile_by_itself", compiled)
     x = torch.randn(40, 64)
     with pytest.warns(
         KernelWarning, match="'inductor' of q2::quantize rowwise on cpu is rejected"
@@ -116,11 +111,11 @@ def test_loops_that_differ_are_not_used(monkeypatch) -> None:
 def test_whatever_fails_there_is_a_reason_once(monkeypatch, error) -> None:
     tried = []
 
-    def compiled(function, inputs):
-        tried.append(function)
+    def compiled(graph, inputs):
+        tried.append(graph)
         raise error
 
-    monkeypatch.setattr(selfcheck, "_compiled", compiled)
+    monkeypatch.setattr(selfcheck, "compile_by_itself", compiled)
     with pytest.warns(KernelWarning, match=str(error)) as said:
         for _ in range(3):
             assert str(error) in (selfcheck.rejection(CPU, CALL) or "")
@@ -143,7 +138,7 @@ def test_want_of_memory_is_no_verdict(monkeypatch) -> None:
 def test_that_loops_agree_is_known_to_the_next_process(monkeypatch, ran) -> None:
     """On a GPU of the same name, with the same torch, Triton and sources."""
     for times in (1, 1, 2, 3):
-        in_a_new_process(monkeypatch)
+        forget_checks()
         if times == 2:
             monkeypatch.setattr(check_results, "versions", lambda: ("99.0", "99.0"))
         if times == 3:
@@ -158,10 +153,10 @@ def test_that_they_differ_is_known_to_the_next_process(monkeypatch) -> None:
     run = []
     monkeypatch.setattr(selfcheck, "disagreement", lambda *check: run.append(check) or "differs")
     for _ in range(2):
-        in_a_new_process(monkeypatch)
+        forget_checks()
         with pytest.warns(KernelWarning):
             assert selfcheck.rejection(CPU, CALL)
-        registry._WARNED.clear()
+        forget_failures()
     assert len(run) == 1
 
 

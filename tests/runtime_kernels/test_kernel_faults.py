@@ -192,7 +192,7 @@ def test_the_reference_is_never_rejected(monkeypatch):
 
     broken = dataclasses.replace(reference, prepare=prepare)
     with monkeypatch.context() as patch:
-        patch.setitem(registry._KERNELS, "gemm", [broken])
+        patch.setitem(registry.KERNELS, "gemm", [broken])
         with pytest.raises(RuntimeError, match="no driver"):
             registry.warm_up("gemm", args)
         assert registry.serving("gemm", args) is broken
@@ -202,7 +202,6 @@ def test_the_reference_is_never_rejected(monkeypatch):
 def test_a_source_that_nvrtc_refuses_is_compiled_once(monkeypatch, tmp_path):
     """A compilation takes seconds, and each shape would repeat it."""
     monkeypatch.setenv("Q2COMPILE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(nvrtc, "_failed", {})
     monkeypatch.setattr(nvrtc, "version", lambda: (13, 0))
     compiled = []
 
@@ -346,16 +345,12 @@ def test_a_gemm_that_is_right_in_every_way_agrees(candidate):
     """Also one that does not support some forms, as cuda_bf16 does not support swizzled scales."""
     reference = registry.select("gemm", gemm_arguments(), REFERENCE)
     for unsupported in (
-        registry._nothing,
+        lambda *args: None,
         lambda *args: "plain scales" if args[7].endswith("@32x4x4") else None,
     ):
-        kernel = Kernel("gemm", "right", "cpu", reference, unsupported, registry._nothing)
-        registry._KERNELS["gemm"].insert(0, kernel)
-        try:
-            for scheme in checked_cases.CHECKED["gemm"]:
-                assert selfcheck.disagreement("gemm", "right", ON_CPU, scheme) is None
-        finally:
-            registry._KERNELS["gemm"].remove(kernel)
+        candidate("gemm", None, "right", function=reference, unsupported=unsupported)
+        for scheme in checked_cases.CHECKED["gemm"]:
+            assert selfcheck.disagreement("gemm", "right", ON_CPU, scheme) is None
 
 
 def test_alpha_is_not_one_and_all_forms_are_there():
@@ -422,7 +417,7 @@ def test_a_rotation_back_that_is_wrong_in_one_way_is_found(candidate, fault, sch
 
 
 @pytest.mark.parametrize("of", checked_cases.CHECKED, ids=str)
-def test_a_self_check_leaves_alone_what_the_caller_has_set(of, monkeypatch):
+def test_a_self_check_leaves_alone_what_the_caller_has_set(of, candidate):
     """Default device and type, modes, autocast, the random state."""
     seen = []
 
@@ -432,8 +427,7 @@ def test_a_self_check_leaves_alone_what_the_caller_has_set(of, monkeypatch):
             return func(*args, **(kwargs or {}))
 
     op, variant = op_of(of), (of,) if isinstance(of, Variant) else ()
-    kernel = Kernel(op, "same", "cpu", registry.kernels(op)[-1].function, registry._nothing, None)
-    monkeypatch.setitem(registry._KERNELS, op, [kernel, *registry._KERNELS[op]])
+    candidate(op, None, "same", function=registry.kernels(op)[-1].function)
     state = torch.get_rng_state()
     torch.set_default_dtype(torch.float64)
     try:

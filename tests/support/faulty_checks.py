@@ -41,7 +41,7 @@ def disagreement(how: str, folder: str) -> str | None:
         raise AssertionError("no scaled dot on sm_121")
     if how == "illegal":  # the context is lost, and all that follows fails
         error = RuntimeError("CUDA error: an illegal instruction was encountered")
-        checks._device_error = lambda device: error  # type: ignore[assignment]
+        checks.device_error = lambda device: error  # type: ignore[assignment]
         raise error
     if how.startswith("inside "):  # another kernel runs in this one's check
         inner = request(how.removeprefix("inside "), Path(folder), "inner", "dequantize")

@@ -1,32 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """State of q2compile that lasts as long as a process: as it is in a new one."""
 
-import pytest
-
 from q2compile.report.dump_folder import DumpFolder
 from q2compile.runtime_kernels import registry
-from q2compile.runtime_kernels.cuda import checks
-from q2compile.runtime_kernels.cuda.gemm import first_launch
+from q2compile.runtime_kernels.cuda import check_results, checks
+from q2compile.runtime_kernels.cuda.gemm import first_launch, triton_fp4
+from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.telemetry import clock
 
 
 def forget_dump_folders() -> None:
     """The next graph starts its folder anew."""
-    DumpFolder._open.clear()
+    DumpFolder.forget_all()
 
 
-def forget_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results of self-checks, and of first large GEMMs, are read from disk again."""
-    monkeypatch.setattr(checks, "_RESULTS", {})
-    monkeypatch.setattr(first_launch, "_RESULTS", {})
+def forget_checks() -> None:
+    """Results of self-checks, and of first large GEMMs, are read from disk again, and the sources
+    of the kernels."""
+    check_results.forget_sources()
+    checks.forget()
+    first_launch.forget()
 
 
-def forget_failures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No kernel has failed, and nothing was warned of."""
-    monkeypatch.setattr(registry, "_FAILURES", {})
-    monkeypatch.setattr(registry, "_WARNED", {})
+def forget_failures() -> None:
+    """No kernel has failed, in a compiler or later, and nothing was warned of."""
+    registry.forget_failures()
+    nvrtc.forget_failures()
+    triton_fp4.forget_failures()
 
 
 def restart_clock() -> None:
     """Telemetry counts steps from 0, by the steps of optimizers."""
-    clock._clock.__init__()  # type: ignore[misc]
+    clock.restart()

@@ -128,8 +128,8 @@ FAULTS = (
     fault(
         "the reference serves ahead of kernels",
         "runtime_kernels/registry.py",
-        "_KERNELS[op].insert(0, added)",
-        "_KERNELS[op].append(added)",
+        "KERNELS[op].insert(0, added)",
+        "KERNELS[op].append(added)",
         "runtime_kernels/test_kernel_faults.py",
         "lowering/test_launches.py",
     ),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from q2compile.runtime_kernels.cuda import check_results, checked_cases, checks
+from q2compile.runtime_kernels.cuda import check_results, checked_cases
 from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4, remembered
 from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.runtime_kernels.cuda.jit.launch import target, unsupported
@@ -23,12 +23,11 @@ def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> Non
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(cublaslt_fp4, "ready", lambda product: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
-    forget_checks(monkeypatch)
-    monkeypatch.setattr(checks._State, "mode", checks.Mode(stored=False, in_child=False))
+    forget_checks()
     for name in ("store", "mark", "unmark"):
         monkeypatch.setattr(check_results, name, lambda *args: None)
     monkeypatch.setattr(check_results, "take_unended", lambda request: False)
-    forget_failures(monkeypatch)
+    forget_failures()
     forget()
 
 

@@ -45,13 +45,13 @@ def fuse_rotations_pass(graph: fx.Graph) -> int:
     near = _with_a_source_in_common(sources)
     for node, own, others in zip(found, sources, near, strict=True):
         node.meta[MAY_FUSE] = notes
-        node.meta[READS_THE_SAME] = any(_mostly_in(own, sources[other]) for other in others)
+        node.meta[READS_THE_SAME] = any(mostly_in(own, sources[other]) for other in others)
     for i, first in enumerate(found):
         for j in (other for other in near[i] if other > i):
             second = found[j]
             if PAIR in first.meta or PAIR in second.meta or not _are_alike(first, second):
                 continue
-            share_inputs = _mostly_in(sources[i], sources[j]) and _mostly_in(sources[j], sources[i])
+            share_inputs = mostly_in(sources[i], sources[j]) and mostly_in(sources[j], sources[i])
             if share_inputs and _moved_ahead(second, first):
                 first.meta[PAIR] = second.meta[PAIR] = i
     return len(found)
@@ -111,7 +111,7 @@ def _with_a_source_in_common(sources: Sequence[dict[Storage, int]]) -> list[list
     return [sorted(others - {i}) for i, others in enumerate(found)]
 
 
-def _mostly_in(one: dict[Storage, int], other: dict[Storage, int]) -> bool:
+def mostly_in(one: dict[Storage, int], other: dict[Storage, int]) -> bool:
     """Whether half or more of the bytes are. (Of RoPE's q and k the tables are, which are few.)"""
     common = sum(size for storage, size in one.items() if storage in other)
     return 0 < sum(one.values()) <= 2 * common

@@ -58,7 +58,7 @@ def run(options: Namespace) -> int:
     log.write("machine", schema=SCHEMA, **about, command=f"q2compile bench --only {options.only}")
     _print_machine(about, Bench.of(device))
     for group in groups:
-        _run(group, log, out, start, options.limit)
+        run_group(group, log, out, start, options.limit)
     lines = read(out)
     choices = [
         Choice(one["format"], tuple(one["shape"]), one["fastest"], one["algorithm"])
@@ -111,7 +111,7 @@ def _print_faults(lines: Sequence[Line]) -> list[str]:
     return wrong
 
 
-def _run(
+def run_group(
     group: str, log: Log, out: Path, start: float, limit: float, program: Sequence[str] = _GROUP
 ) -> None:
     """Runs a group in a process of its own, and notes how it ended."""

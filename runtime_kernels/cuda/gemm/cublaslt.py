@@ -106,7 +106,7 @@ class Descriptors:
     def __init__(self, product: Product) -> None:
         p = product
         self._made: list[tuple[str, ctypes.c_void_p]] = []
-        weakref.finalize(self, _destroy, self._made).atexit = False
+        weakref.finalize(self, _destroy, library(), self._made).atexit = False
         self.operation = self._make("MatmulDesc", _COMPUTE_32F, 0)
         for attribute, value in (
             (_TRANSA, _TRANSPOSE),
@@ -149,9 +149,9 @@ class Descriptors:
         return made
 
 
-def _destroy(descriptors: list[tuple[str, ctypes.c_void_p]]) -> None:
+def _destroy(by: ctypes.CDLL, descriptors: list[tuple[str, ctypes.c_void_p]]) -> None:
     for kind, made in descriptors:
-        getattr(library(), f"cublasLt{kind}Destroy")(made)
+        getattr(by, f"cublasLt{kind}Destroy")(made)
 
 
 class Plan:
@@ -166,7 +166,7 @@ class Plan:
 
     def __init__(self, product: Product, wanted: Sequence[int] | None = None) -> None:
         self._product, self._parts = product, Descriptors(product)
-        self._handle, self._zero = _handle(product.device)
+        self._handle, self._zero = handle(product.device)
         self._lock = threading.Lock()  # the pointers are in the descriptor; ctypes lets others run
         found, count = (_Heuristic * _ASKED)(), ctypes.c_int()
         p = self._parts
@@ -262,6 +262,11 @@ def plan(product: Product, wanted: Sequence[int] | None = None) -> Plan:
     return found
 
 
+def forget_plans() -> None:
+    """As in a new process: the algorithm of each product is chosen again."""
+    _PLANS.clear()
+
+
 def ready(product: Product) -> None:
     """Loads all that the first call would load; sizes may be symbolic.
 
@@ -269,7 +274,7 @@ def ready(product: Product) -> None:
         LaunchError: cuBLASLt is not there, or has no algorithm for this.
     """
     with torch.cuda.device(product.device):
-        _handle(product.device)
+        handle(product.device)
         if all(isinstance(size, int) and size for size in product[1:4]) and product not in _PLANS:
             plan(product)
 
@@ -293,7 +298,7 @@ _STATUS = {
 
 
 @functools.cache
-def _handle(index: int) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
+def handle(index: int) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
     """cuBLASLt's handle for CUDA device `index`, the current one, and the address of a zero there.
     Both stay for good."""
     if torch.cuda.is_current_stream_capturing():
@@ -301,13 +306,13 @@ def _handle(index: int) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
             "cuBLASLt is used for the first time inside a CUDA graph capture, where it cannot be "
             "loaded: run the model once before capturing it."
         )
-    handle = ctypes.c_void_p()
-    _call("Create", ctypes.byref(handle))
+    made = ctypes.c_void_p()
+    _call("Create", ctypes.byref(made))
     with _disable_current_modes(), torch.inference_mode(False):
         zero = torch.zeros((), dtype=torch.float32, device=torch.device("cuda", index))
     _ZEROS.append(zero)
     torch.cuda.synchronize(index)  # other streams will read it
-    return handle, ctypes.c_void_p(zero.data_ptr())
+    return made, ctypes.c_void_p(zero.data_ptr())
 
 
 _ZEROS: list[torch.Tensor] = []

@@ -67,6 +67,11 @@ Finish = Callable[[torch.Tensor, torch.Tensor, int, int], torch.Tensor]
 _RESULTS: dict[tuple, Result] = {}
 
 
+def forget() -> None:
+    """As in a new process: results of earlier processes are read again."""
+    _RESULTS.clear()
+
+
 def needed(m: int, n: int, k: int) -> bool:
     """Whether a product is large enough."""
     return 2 * m * n * k >= FLOPS

@@ -162,6 +162,11 @@ def _gemm(
 _failed: dict[tuple[torch.device, Hashable], str] = {}
 
 
+def forget_failures() -> None:
+    """As in a new process: variants that did not compile are compiled again."""
+    _failed.clear()
+
+
 @contextmanager
 def compiling(op: str, device: torch.device, variant: Hashable) -> Iterator[None]:
     """Around a launch by an op: a variant that Triton cannot compile is compiled once, not for

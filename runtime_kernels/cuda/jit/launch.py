@@ -144,7 +144,7 @@ class Bound:
         self._launch, self._context = launch, loaded.context
         # The driver reads the buffer with Python's global lock released.
         self._lock = threading.Lock()
-        self._enqueue = _driver().cuLaunchKernelEx
+        self._enqueue = libcuda().cuLaunchKernelEx
         self._words = array("Q", bytes(params_bytes(launch.layout)))  # the parameter struct
         fixed = (0 if value in slots else value for value in values)
         struct.pack_into("@" + launch.layout, self._words, 0, *fixed)
@@ -192,7 +192,8 @@ class Bound:
 
 
 @functools.cache
-def _driver() -> ctypes.CDLL:
+def libcuda() -> ctypes.CDLL:
+    """The CUDA driver."""
     return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
 
 

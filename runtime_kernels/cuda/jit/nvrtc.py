@@ -102,13 +102,18 @@ def _made(variant: Variant, architecture: str, path: Path) -> bytes:
 _failed: dict[str, str] = {}  # name of a cubin -> NVRTC's log, which takes seconds to get
 
 
+def forget_failures() -> None:
+    """As in a new process: sources that did not compile are compiled again."""
+    _failed.clear()
+
+
 def compile_variant(
     variant: Variant, architecture: str, extra: tuple[str, ...] = ()
 ) -> tuple[bytes, str]:
     """Compiles, past the cache: (cubin, log). `extra` are further options of NVRTC's."""
     from cuda.bindings import nvrtc
 
-    headers = {**_headers(), **dict(variant.headers)}
+    headers = {**common_headers(), **dict(variant.headers)}
     program = _checked(
         nvrtc.nvrtcCreateProgram(
             _source(variant.file).encode(),
@@ -174,7 +179,7 @@ def _cache_path(variant: Variant, architecture: str) -> Path:
     key = hashlib.sha256()
     for part in (
         _source(variant.file),
-        *_headers().values(),
+        *common_headers().values(),
         *variant.headers,
         *compiler_options(variant, architecture),
         version(),
@@ -215,7 +220,8 @@ def _source(file: str) -> str:
 
 
 @functools.cache
-def _headers() -> dict[str, str]:
+def common_headers() -> dict[str, str]:
+    """The text of the headers that every kernel has, by name."""
     return {path.name: path.read_text() for path in sorted(HEADERS.glob("*.cuh"))}
 
 

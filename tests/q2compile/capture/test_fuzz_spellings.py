@@ -220,10 +220,10 @@ class Net(nn.Module):
 
 
 FAULTS = {
-    "einsum_spellings": ("q2compile.capture.einsum_spellings._linear_views", ["mix"]),
+    "einsum_spellings": ("q2compile.capture.expert_spellings.einsum_views", ["mix"]),
     "the table": ("q2compile.capture.call.Call.taken", ["up", "mix", "down"]),
     "decide": ("q2compile.rewrite.rewrite_graph.with_prediction", ["up", "mix", "down"]),
-    "replace": ("q2compile.rewrite.replace._view", ["up", "mix", "down"]),
+    "replace": ("q2compile.rewrite.replace.with_views", ["up", "mix", "down"]),
     "routers": ("q2compile.rewrite.rewrite_graph.is_router", ["up", "mix", "down"]),
 }
 
@@ -257,7 +257,7 @@ def test_one_node_that_can_not_be_read_is_left_alone(fault, monkeypatch, caplog)
 def test_attention_that_can_not_be_taken_apart_is_left_alone(monkeypatch):
     from q2compile import explain
 
-    monkeypatch.setattr("q2compile.capture.inline_attention._trace", fails)
+    monkeypatch.setattr("q2compile.capture.inline_attention.make_fx", fails)
     model, x = (
         nn.ModuleList([nn.MultiheadAttention(32, 2), nn.Linear(32, 32)]),
         torch.randn(8, 2, 32),

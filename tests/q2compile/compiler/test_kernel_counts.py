@@ -37,7 +37,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from q2compile.passes import live_bytes, passes_over
-from q2compile.runtime_kernels.cuda.gemm import cuda_bf16, swizzle
+from q2compile.runtime_kernels.cuda.calls import Launching
 from q2compile.runtime_kernels.cuda.gemm.cuda_bf16 import dequantized
 from q2compile.runtime_kernels.cuda.gemm.swizzle import swizzled
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED, get_scheme
@@ -237,8 +237,11 @@ def calls(source: str, capability: int) -> Counter[str]:
 
 def test_what_a_gemm_launches_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = []
-    monkeypatch.setattr(swizzle, "_swizzled", lambda *args: launches.append("swizzle_scales.cu"))
-    monkeypatch.setattr(cuda_bf16, "dequantize", lambda *args: launches.append("dequantize.cu"))
+
+    def noted(launching: Launching, *args: Any) -> None:
+        launches.extend(launch.variant.file for launch in launching.launches(*args))
+
+    monkeypatch.setattr(Launching, "__call__", noted)
     codes, scales = torch.zeros(128, 32), torch.zeros(128, 4).to(torch.float8_e4m3fn)
     scheme = "nvfp4_ms_eden_pow2"
     for name in (scheme, scheme + SWIZZLED):

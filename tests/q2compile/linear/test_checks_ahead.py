@@ -142,7 +142,7 @@ def test_a_graph_on_a_cpu_begins_the_library_first(fresh_compiler, monkeypatch, 
     monkeypatch.setattr(build, "begin", noted("library", build.begin))
     monkeypatch.setattr(backend, "compile_graph", noted("graph", backend.compile_graph))
     if disabled:
-        kernel_states.disable([CPP], "a test")  # conftest restores what was
+        kernel_states.disable([CPP], "a test")  # conftest enables it again
     torch.compile(nn.Linear(64, 64), backend="quartet2", options={"inner": "eager"})(
         torch.randn(4, 64)
     )

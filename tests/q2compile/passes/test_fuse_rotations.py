@@ -134,9 +134,9 @@ def test_quantizers_with_no_source_in_common_are_not_compared(monkeypatch) -> No
             made.append(build.call(calls.both(x, seed, seed, EDEN, "rht128", 0)))
     build.done(*made)
     compared = []
-    mostly_in = fuse_rotations._mostly_in
+    mostly_in = fuse_rotations.mostly_in
     monkeypatch.setattr(
-        fuse_rotations, "_mostly_in", lambda *two: compared.append(two) or mostly_in(*two)
+        fuse_rotations, "mostly_in", lambda *two: compared.append(two) or mostly_in(*two)
     )
     assert fuse_rotations_pass(build.graph) == 16
     assert len(compared) <= 4 * 8  # not 16 * 15 / 2

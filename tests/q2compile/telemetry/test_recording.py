@@ -15,7 +15,6 @@ import q2compile
 from q2compile.recipes.published import RECIPES
 from q2compile.runtime_kernels.numerics import constants
 from q2compile.telemetry import folder as folders
-from q2compile.telemetry.folder import Folder
 from tests.q2compile.telemetry.training import (
     LINEARS,
     WIDTH,
@@ -121,13 +120,14 @@ def test_numbers_are_those_of_quantize(tmp_path):
     assert {**one, "module": ""} == {**other, "module": ""}
 
 
-def test_every(tmp_path, monkeypatch):
+def test_every(tmp_path):
     """The recorder creates device constants before, since no op keeps any."""
-    monkeypatch.setattr(constants, "_PAIRS", {})
+    constants.forget()
     model = new_model(blocks=1)
     train(model, compiled(model, tmp_path, every=3), steps=8)
     assert sorted({r["step"] for r in records(tmp_path)}) == [0, 3, 6]
-    assert list(constants._PAIRS) == [torch.device("cpu")]
+    cpu = torch.device("cpu")
+    assert constants.pairs_of_bytes(cpu) is constants.pairs_of_bytes(cpu)
 
 
 def test_modules(tmp_path):
@@ -322,7 +322,7 @@ def test_files(tmp_path):
     assert table[0]["changed"] == ""
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["step"] == 1 and summary["ranks"] == 1 and len(summary["worst"]) == 10
-    Folder._open.clear()
+    folders.forget()
     torch._dynamo.reset()
     train(model, compiled(model, tmp_path, csv=True), steps=1)
     assert len(records(tmp_path)) > len(found)

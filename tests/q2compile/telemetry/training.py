@@ -121,6 +121,5 @@ def forget_all() -> None:
     """The state of a new process: step 0, no folder in use."""
     from q2compile.telemetry import folder
 
-    folder.Folder._open.clear()
-    folder._asked_for.clear()
+    folder.forget()
     restart_clock()

@@ -36,7 +36,7 @@ def in_process(monkeypatch):
         child.main([group, str(out), str(start), str(limit)])
         log.write("ended", group=group, how="finished", seconds=0.0)
 
-    monkeypatch.setattr(command, "_run", run)
+    monkeypatch.setattr(command, "run_group", run)
 
 
 def rows_of(path) -> list[dict]:

@@ -62,7 +62,7 @@ def test_planted_faults_are_found_by_reading_alone(report, monkeypatch, capsys) 
     child.main(["codes", str(path), "0", "0"])
     log.write("ended", group="codes", how="finished", seconds=1.0)
     for group, program, limit in (("quantizers", HANGS, 3.0), ("products", TRAPS, 60.0)):
-        command._run(group, log, path, 0.0, limit, (sys.executable, "-c", program))
+        command.run_group(group, log, path, 0.0, limit, (sys.executable, "-c", program))
     log.write("done", seconds=9.0)
     assert faults(read(path)) == [
         "products: nvfp4 triton_fp4: the process was ended by SIGILL while this ran",

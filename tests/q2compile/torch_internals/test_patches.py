@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch._inductor.config as inductor_config
-from torch import nn
+from torch import fx, nn
 from torch._inductor import lowering as inductor_lowering
 from torch._inductor.choices import InductorChoices
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
@@ -69,13 +69,16 @@ def test_gone_after_an_error() -> None:
 
 
 def asserts(code: str) -> str:
-    """A line that Inductor would write, as PythonWrapperCodegen.generate returns it."""
+    """A line that Inductor would write for a graph with an op of ours, as
+    PythonWrapperCodegen.generate returns it."""
+    graph = fx.Graph()
+    graph.output(graph.call_function(torch.ops.q2.quantize.default))
 
     class Text:
         value = code
 
     class Graph:
-        module = None
+        module = fx.GraphModule({}, graph)
 
     with V.set_graph_handler(Graph()):  # type: ignore[arg-type]
         return PythonWrapperCodegen.generate(lambda: (Text(), None), False)[0].value  # type: ignore[arg-type, return-value]
@@ -87,7 +90,6 @@ LINE = "assert not buf0.isinf().any().item()"
 @pytest.fixture
 def echoing(monkeypatch) -> None:
     monkeypatch.setattr(PythonWrapperCodegen, "generate", lambda self, is_inference: self())
-    monkeypatch.setattr(patches, "_holds_q2_ops", lambda gm: True)
 
 
 def test_other_threads_call_the_original(echoing) -> None:

@@ -291,9 +291,9 @@ def test_serves_all_that_is_not_listed() -> None:
 
 
 @pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def fresh() -> Iterator[None]:
     """Nothing is built or checked, before the test and after it."""
-    monkeypatch.setattr(selfcheck, "_RESULTS", {})
+    selfcheck.forget()
     made = build.begin, build.why_missing, ctypes_of.entry
     for cached in made:
         cached.cache_clear()

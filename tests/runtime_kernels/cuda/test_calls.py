@@ -103,7 +103,7 @@ def test_what_the_driver_is_given(monkeypatch) -> None:
     )
     driver = ctypes.CDLL(None)
     driver.cuLaunchKernelEx = ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(enqueue)  # type: ignore[attr-defined]
-    monkeypatch.setattr(launch, "_driver", lambda: driver)
+    monkeypatch.setattr(launch, "libcuda", lambda: driver)
     of = Launch(None, layout, 32, loaded={0: launch._Loaded(77, None, True)})  # type: ignore[arg-type]
     highest = 2**64 - 1
     bound = of.bind(

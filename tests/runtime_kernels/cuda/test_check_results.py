@@ -13,7 +13,7 @@ from q2compile.runtime_kernels.cuda import check_results, checks, selfcheck, ver
 from q2compile.runtime_kernels.cuda.checked_cases import COLUMNWISE
 from q2compile.runtime_kernels.cuda.jit.launch import LaunchError
 from q2compile.runtime_kernels.registry import KernelWarning
-from tests.support.new_process import forget_checks
+from tests.support.new_process import forget_checks, forget_failures
 from tests.support.pretended_gpu import on_gpu
 
 SCHEME = "nvfp4_ms_eden_pow2"
@@ -21,10 +21,9 @@ REQUEST = selfcheck.request_of("quantize", "cuda", 0, SCHEME, COLUMNWISE)
 
 
 @pytest.fixture(autouse=True)
-def on_a_gpu(monkeypatch, tmp_path) -> None:
+def on_a_gpu(checked_here, monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("Q2COMPILE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(check_results, "named", lambda device: ("a GPU", 10, 0))
-    monkeypatch.setattr(checks._State, "mode", checks.Mode(in_child=False))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
@@ -33,7 +32,7 @@ def of_a_new_process(monkeypatch, request=REQUEST, answer=None) -> tuple[str | N
     """The state of a kernel in a new process, and whether the check ran."""
     ran = []
     monkeypatch.setattr(selfcheck, "disagreement", lambda *what: ran.append(what) or answer)
-    forget_checks(monkeypatch)
+    forget_checks()
     return checks.rejection(request), bool(ran)
 
 
@@ -50,7 +49,6 @@ def test_of_the_same_gpu_versions_and_sources(monkeypatch, tmp_path) -> None:
     with_source = REQUEST._replace(sources=(str(source.parent),))
     for text in ("A = 1", "A = 2"):
         source.write_text(text)
-        check_results._hash.cache_clear()  # as in a new process
         assert of_a_new_process(monkeypatch, with_source) == passed_now
         assert of_a_new_process(monkeypatch, with_source) == passed_before
     monkeypatch.setattr(check_results, "named", lambda device: ("another GPU", 10, 0))
@@ -82,7 +80,7 @@ def test_another_version_is_checked_again(monkeypatch, which) -> None:
 def test_a_rejection_is_kept_with_its_date(monkeypatch) -> None:
     said = "rejected: it failed its self-check on this GPU: 1 of 9 codes differ"
     for ran in (True, False):
-        registry._WARNED.clear()
+        forget_failures()
         with pytest.warns(KernelWarning, match="1 of 9 codes differ"):
             found, did = of_a_new_process(monkeypatch, answer="1 of 9 codes differ")
         assert did == ran and found is not None and found.startswith(said)
@@ -102,8 +100,8 @@ def test_what_depends_on_the_moment_is_found_again(monkeypatch, error) -> None:
 
     for times in (1, 2):
         monkeypatch.setattr(selfcheck, "disagreement", disagreement)
-        forget_checks(monkeypatch)
-        registry._WARNED.clear()
+        forget_checks()
+        forget_failures()
         with pytest.warns(KernelWarning, match=str(error)):
             assert str(error) in (checks.rejection(REQUEST) or "")
         assert len(ran) == times
@@ -136,10 +134,8 @@ def test_a_kernel_that_changed_is_checked_again(monkeypatch, file) -> None:
     assert of_a_new_process(monkeypatch) == (None, True)
     read = Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + b" " * (path.name == file))
-    check_results._hash.cache_clear()
     assert of_a_new_process(monkeypatch) == (None, True)
     monkeypatch.undo()
-    check_results._hash.cache_clear()
 
 
 def test_a_self_check_without_memory_is_done_again(gpu, monkeypatch):
@@ -166,7 +162,7 @@ def test_a_self_check_without_memory_is_done_again(gpu, monkeypatch):
 )
 def test_the_driver_s_version(monkeypatch, tmp_path, text, want) -> None:
     (tmp_path / "version").write_text(text + "\nGCC version: 12.3\n")
-    monkeypatch.setattr(versions, "_DRIVER", tmp_path / "version")
+    monkeypatch.setattr(versions, "DRIVER_FILE", tmp_path / "version")
     versions.driver_version.cache_clear()
     assert versions.driver_version() == want
     versions.driver_version.cache_clear()

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import os
 import signal
+import sys
 import time
 import warnings
 
@@ -21,7 +22,7 @@ from q2compile.runtime_kernels.kernel_states import DeviceLostError, state_of
 from q2compile.runtime_kernels.registry import Kernel, KernelWarning
 from tests.support import forked
 from tests.support.faulty_checks import request, runs
-from tests.support.new_process import forget_checks
+from tests.support.new_process import forget_checks, forget_failures
 from tests.support.small_model import Mlp, quantized
 from tests.support.warned import texts
 
@@ -42,16 +43,15 @@ def folder(monkeypatch, tmp_path):
     monkeypatch.setenv("Q2COMPILE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(check_child, "SECONDS", 1.0)
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
-    monkeypatch.setattr(checks, "_CHECKER", check_child.Checker())
+    forget_checks()  # and the limits of before
     (tmp_path / "ran").mkdir()
     yield tmp_path / "ran"
-    checks._CHECKER._drop()
+    checks.CHECKER.end_child()
 
 
-def new_process(monkeypatch) -> None:
-    forget_checks(monkeypatch)
-    checks._CHECKER.forget()
-    registry._WARNED.clear()
+def new_process() -> None:
+    forget_checks()
+    forget_failures()
 
 
 def refused(how, folder, **names):
@@ -63,7 +63,7 @@ def refused(how, folder, **names):
 
 
 @pytest.mark.parametrize("how", ENDS)
-def test_whatever_a_kernel_does_it_alone_is_rejected_once(monkeypatch, folder, how) -> None:
+def test_whatever_a_kernel_does_it_alone_is_rejected_once(folder, how) -> None:
     """With one warning. A new child runs the checks that were queued after it."""
     for suffix in ("right", how, "right too"):
         checks.begin(request(suffix, folder, name=suffix))
@@ -74,7 +74,7 @@ def test_whatever_a_kernel_does_it_alone_is_rejected_once(monkeypatch, folder, h
     (line,) = said
     assert line.startswith(f"q2compile: kernel {how!r} of q2::gemm on cpu is {ENDS[how]}")
     assert runs(folder) == sorted(["right", how, "right too"])
-    new_process(monkeypatch)
+    new_process()
     again, said = refused(how, folder, name=how)
     assert again.startswith(ENDS[how]) and len(said) == 1 and len(runs(folder)) == 3
     assert refused("right", folder, name="right") == (None, []) and len(runs(folder)) == 3
@@ -96,7 +96,7 @@ def test_a_hang_ends_on_a_busy_machine_too(monkeypatch, folder) -> None:
 
 
 @pytest.mark.parametrize("how", ["trap", "wrong"])  # the child ends, and goes on
-def test_training_goes_on_with_the_right_numbers(candidate, monkeypatch, folder, how) -> None:
+def test_training_goes_on_with_the_right_numbers(candidate, folder, how) -> None:
     model, x = Mlp(), torch.randn(32, 64)
 
     def step():
@@ -116,7 +116,7 @@ def test_training_goes_on_with_the_right_numbers(candidate, monkeypatch, folder,
         with pytest.warns(KernelWarning) as caught:
             assert all(map(torch.equal, step(), want))
         assert len(texts(caught, KernelWarning)) == 1
-        new_process(monkeypatch)
+        new_process()
     assert runs(folder) == [how] and calls == []
 
 
@@ -133,11 +133,11 @@ def test_a_child_that_ended_between_two_checks_is_replaced(folder, caplog) -> No
     """A child ends like this if its device was lost. Checks do not move into this process then."""
     with caplog.at_level("INFO", logger="q2compile"):
         assert checks.rejection(request("illegal", folder)).startswith(ENDS["illegal"])
-        if checks._CHECKER._child is not None:
-            checks._CHECKER._child._process.wait(60)
+        if checks.CHECKER._child is not None:
+            checks.CHECKER._child._process.wait(60)
         assert checks.rejection(request("right", folder)) is None
-        checks._CHECKER._child._process.kill()
-        checks._CHECKER._child._process.wait(60)
+        checks.CHECKER._child._process.kill()
+        checks.CHECKER._child._process.wait(60)
         assert checks.rejection(request("wrong", folder)).startswith(ENDS["wrong"])
     said = [record.getMessage() for record in caplog.records]
     assert sum("in a process of its own" in line for line in said) == 3
@@ -145,7 +145,7 @@ def test_a_child_that_ended_between_two_checks_is_replaced(folder, caplog) -> No
     assert runs(folder) == ["illegal", "right", "wrong"]
 
 
-def test_a_process_that_died_at_a_check_leaves_a_mark(monkeypatch, folder) -> None:
+def test_a_process_that_died_at_a_check_leaves_a_mark(folder) -> None:
     """The next process rejects that kernel without running it. While a process is still checking,
     no other process rejects it."""
     asked = request("right", folder)
@@ -157,13 +157,13 @@ def test_a_process_that_died_at_a_check_leaves_a_mark(monkeypatch, folder) -> No
         "from pathlib import Path\n"
         "from q2compile.runtime_kernels.cuda import checks\n"
         "from tests.support.faulty_checks import request\n"
-        "checks._State.mode = checks.Mode(in_child=False)\n"
-        f"checks.rejection(request('trap', Path({str(folder)!r})))\n"
+        "with checks.answering(checks.Mode(in_child=False)):\n"
+        f"    checks.rejection(request('trap', Path({str(folder)!r})))\n"
     )
     done = forked.run(program)
     assert done.returncode == -signal.SIGILL, done.stderr
     for _ in range(2):
-        new_process(monkeypatch)
+        new_process()
         found, said = refused("trap", folder)
         assert found.startswith(f"rejected: {UNENDED}") and len(said) == 1
     assert runs(folder) == ["right", "trap"]
@@ -179,32 +179,33 @@ def test_where_no_child_can_run_it_runs_here(monkeypatch, folder) -> None:
         patch.setattr(check_results, "named", lambda device: ("a GPU", 10, 0))
         assert checks.rejection(request("right", folder)) is None
     assert runs(folder)[2:] == ["right"]
-    checks._CHECKER._drop()
-    new_process(monkeypatch)
-    monkeypatch.setattr(check_child, "_PROGRAM", "raise SystemExit('no torch')  # {path}")
+    checks.CHECKER.end_child()
+    new_process()
+    python = folder.parent / "python"
+    python.write_text("#!/bin/sh\necho no torch >&2\nexit 1\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
     found, said = refused("wrong", folder)
     assert found.startswith(ENDS["wrong"]) and len(said) == 1
-    assert "no torch" in checks._CHECKER._unable.why
+    assert "no torch" in checks.CHECKER._unable.why
 
 
-def test_a_device_that_fails_here_ends_in_one_error_that_names_the_kernel(
-    monkeypatch, folder
-) -> None:
+@pytest.mark.usefixtures("checked_here")
+def test_a_device_that_fails_here_ends_in_one_error_that_names_the_kernel(folder) -> None:
     """The next process does not run that kernel."""
-    monkeypatch.setattr(checks._State, "mode", checks.Mode(in_child=False))
-    own = checks._device_error
+    own = checks.device_error
     try:
         with pytest.raises(DeviceLostError, match="Q2COMPILE_DISABLE_KERNELS=gemm.broken") as said:
             checks.rejection(request("illegal", folder))
     finally:
-        checks._device_error = own
+        checks.device_error = own
     assert "cpu failed after kernel 'broken' of q2::gemm was launched" in str(said.value)
-    new_process(monkeypatch)
+    new_process()
     found, _ = refused("illegal", folder)
     assert found.startswith(ENDS["illegal"]) and runs(folder) == ["illegal"]
 
 
-def test_an_orphan_keeps_its_result(monkeypatch, folder) -> None:
+def test_an_orphan_keeps_its_result(folder) -> None:
     """Ctrl-C ends training at once. The child finishes its check, stores the result, and exits."""
     asked = request("wrong", folder)
     child = check_child._Child()
@@ -223,7 +224,7 @@ def test_each_check_is_in_the_log_before_it_runs(folder, caplog) -> None:
     assert sum("in a process of its own" in line for line in lines) == 1
 
 
-def test_a_disabled_kernel_is_not_checked(monkeypatch, folder) -> None:
+def test_a_disabled_kernel_is_not_checked(folder) -> None:
     kernel_states.disable(["gemm.broken"], "option disable_kernels")
     assert refused("trap", folder) == ("disabled by option disable_kernels", [])
     checks.begin(request("trap", folder))
@@ -260,11 +261,11 @@ def test_in_training_a_device_error_is_one_error(monkeypatch) -> None:
     def fails(*args):
         raise lost
 
-    kernel = Kernel("mark", "cuda", "cuda", fails, registry._nothing, registry._nothing)
+    kernel = Kernel("mark", "cuda", "cuda", fails)
     other = dataclasses.replace(kernel, name="other")
     with pytest.raises(DeviceLostError) as said:
         registry._run([kernel, other], args)
     words = str(said.value)
     assert words.startswith("cuda:0 failed after kernel 'cuda' of q2::mark was launched")
     assert "illegal memory access" in words and "DISABLE_KERNELS=mark.cuda" in words
-    assert registry._FAILURES == registry._WARNED == {}
+    assert registry.left_out() == []

@@ -17,7 +17,7 @@ from q2compile.runtime_kernels.cuda.gemm.first_launch import Factor, WrongError
 from q2compile.runtime_kernels.cuda.jit import launch
 from q2compile.runtime_kernels.kernel_states import DeviceLostError
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
-from q2compile.runtime_kernels.registry import REFERENCE, Kernel, KernelWarning
+from q2compile.runtime_kernels.registry import REFERENCE, KernelWarning
 from tests.support import forked
 from tests.support.new_process import forget_checks
 from tests.support.small_model import Mlp, results_of
@@ -41,7 +41,7 @@ SCHEMES = [
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("Q2COMPILE_CACHE_DIR", str(tmp_path))
-    forget_checks(monkeypatch)
+    forget_checks()
 
 
 def request(*which):
@@ -88,13 +88,13 @@ FAULTS = {
 
 @pytest.mark.parametrize("gemm", SIZES)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_wrong_grouped_products_are_rejected_for_good(monkeypatch, gemm, fault) -> None:
+def test_wrong_grouped_products_are_rejected_for_good(gemm, fault) -> None:
     a, b, offs = factors(gemm, SCHEMES[0])
     out = grouped(gemm, a, b, offs)
     FAULTS[fault](out, [0, 40, 80, 120, 160] if gemm == "wgrad" else offs.tolist())
     with pytest.raises(WrongError, match="its first large result, "):
         first_launch.compare_grouped(request(1), out, a, b, offs, gemm)
-    forget_checks(monkeypatch)  # as in a new process
+    forget_checks()  # as in a new process
     with pytest.raises(WrongError, match="differs from a BF16 GEMM"):
         first_launch.known(request(1))
 
@@ -148,7 +148,7 @@ def test_the_mark_stays_where_the_device_has_failed(monkeypatch, tmp_path) -> No
 
 @pytest.mark.parametrize("how", ["trap", "hang"])
 def test_a_large_launch_that_crashed_or_hung_does_not_run_again(
-    candidate, fresh_compiler, monkeypatch, tmp_path, how
+    candidate, fresh_compiler, tmp_path, how
 ) -> None:
     """The next process trains with the right results, and one warning."""
     program = (
@@ -217,14 +217,9 @@ def test_the_tile_of_large_products_is_checked(candidate, monkeypatch, op, schem
 
 
 @pytest.mark.parametrize("op", checked_cases.CASES)
-def test_right_kernels_agree_on_all_tiles(op) -> None:
-    reference = registry.kernels(op)[-1].function
-    own = Kernel(op, "right", "cpu", reference, registry._nothing, registry._nothing)
-    registry._KERNELS[op].insert(0, own)
-    try:
-        form = next(f for f in checked_cases.FORMS_OF[op] if torch.bfloat16 in f)
-        cases = list(checked_cases.CASES[op]("nvfp4_46_pow2", [form]))
-        assert [case.in_training for case in cases].count(True) == 1
-        assert selfcheck.disagreement(op, "right", CPU, "nvfp4_46_pow2", [form]) is None
-    finally:
-        registry._KERNELS[op].remove(own)
+def test_right_kernels_agree_on_all_tiles(candidate, op) -> None:
+    candidate(op, None, "right", function=registry.kernels(op)[-1].function)
+    form = next(f for f in checked_cases.FORMS_OF[op] if torch.bfloat16 in f)
+    cases = list(checked_cases.CASES[op]("nvfp4_46_pow2", [form]))
+    assert [case.in_training for case in cases].count(True) == 1
+    assert selfcheck.disagreement(op, "right", CPU, "nvfp4_46_pow2", [form]) is None

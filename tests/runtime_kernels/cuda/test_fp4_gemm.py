@@ -23,12 +23,11 @@ from q2compile.runtime_kernels.cuda.gemm import (
 )
 from q2compile.runtime_kernels.cuda.gemm.cublaslt import Product
 from q2compile.runtime_kernels.cuda.jit.launch import LaunchError
-from q2compile.runtime_kernels.numerics.formats import decode_e2m1
 from q2compile.runtime_kernels.numerics.scaled_codes import scaled_codes
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED, get_scheme
-from q2compile.runtime_kernels.numerics.swizzle import swizzle_32x4x4, unswizzle_32x4x4
 from q2compile.runtime_kernels.registry import KernelWarning, select, serving
 from tests.support.pretended_gpu import on_gpu
+from tests.support.swizzled_operands import dequantized, swizzled
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SCHEME = "nvfp4_46_pow2"
@@ -58,8 +57,7 @@ def products(monkeypatch) -> list[Product]:
 
     def operand(codes, scales, rows, k):
         assert codes.shape == (rows, k // 2) and codes.is_contiguous()
-        plain = unswizzle_32x4x4(scales, rows, k // 16).float()
-        return decode_e2m1(codes) * plain.repeat_interleave(16, 1)
+        return dequantized(codes, scales, rows)
 
     def run(product, a, b, alpha, bias, out):
         asked.append(product)
@@ -71,12 +69,8 @@ def products(monkeypatch) -> list[Product]:
             sums = sums * alpha + (0 if bias is None else bias.float())
             out.copy_(sums.to(product.dtype))
 
-    def swizzled(scales, rows, height):
-        scales = scales.view(torch.uint8).repeat_interleave(height, 0)[:rows]
-        return swizzle_32x4x4(scales.view(torch.float8_e4m3fn))
-
     monkeypatch.setattr(cublaslt_fp4, "run", run)
-    monkeypatch.setattr(swizzle, "_swizzled", swizzled)
+    monkeypatch.setattr(swizzle, "swizzled", swizzled)
     monkeypatch.setattr(cublaslt_fp4, "on_device", lambda index: nullcontext())
     monkeypatch.setattr(cublaslt_fp4, "empty", lambda *a: torch.empty_strided(*a[:2], dtype=a[2]))
     return asked
@@ -190,6 +184,8 @@ class Library:
 
     def __getattr__(self, name):
         kind = name.removeprefix("cublasLt")
+        if kind.endswith("Destroy"):
+            return self.made.pop
         if kind.endswith("Create"):
             return lambda made, *args: self._create(made, args)
         if kind.endswith("SetAttribute"):
@@ -232,18 +228,19 @@ class Library:
 
 @pytest.fixture
 def library(monkeypatch):
+    cublaslt.forget_plans()
+
     def put(**settings):
         made = Library(**settings)
         monkeypatch.setattr(cublaslt, "library", lambda: made)
-        monkeypatch.setattr(cublaslt, "_destroy", lambda descriptors: None)
-        monkeypatch.setattr(cublaslt, "_PLANS", {})
         monkeypatch.setattr(cublaslt, "remembered_algorithm", lambda *at: None)
         handle = ctypes.c_void_p(77), ctypes.c_void_p(88)
-        monkeypatch.setattr(cublaslt, "_handle", lambda index: handle)
+        monkeypatch.setattr(cublaslt, "handle", lambda index: handle)
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 99, raising=False)
         return made
 
-    return put
+    yield put
+    cublaslt.forget_plans()
 
 
 def test_what_cublaslt_is_told(library):
@@ -363,7 +360,6 @@ def test_what_triton_refuses_is_compiled_once(monkeypatch):
         raise RuntimeError("PassManager::run failed")
 
     monkeypatch.setattr(triton_kernel, "gemm_fp4", gemm)
-    monkeypatch.setattr(triton_fp4, "_failed", {})
     monkeypatch.setattr(triton_fp4, "on_device", lambda index: nullcontext())
     monkeypatch.setattr(triton_fp4, "multiprocessors", lambda index: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: (10, 0))

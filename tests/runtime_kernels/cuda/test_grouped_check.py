@@ -174,13 +174,13 @@ def test_a_wrong_tail_is_found(monkeypatch) -> None:
 # ---- a rejected group ----------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("checked_here")
 @pytest.mark.parametrize("capability", [90])
 def test_training_goes_on_without_a_rejected_group(capability, groups, monkeypatch, tmp_path):
     """Its calls are launched one by one, with the same bits and one warning."""
     want, names = step("quartet2"), []
     run = emulation.emulate
     monkeypatch.setenv("Q2COMPILE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(checks._State, "mode", checks.Mode(in_child=False))
 
     def rejection(group, device):
         return checks.rejection(faulty("wrong", tmp_path, grouped_check.GROUPED, "quantize"))

@@ -175,15 +175,15 @@ def test_reports_of_a_gpu_say_it(gpu, monkeypatch) -> None:
 
 def test_a_reference_that_serves_a_gpu_is_said_once_with_the_reasons(monkeypatch, caplog) -> None:
     """At its first call, in the log and in reports; not where a rejection was said already."""
-    nothing = registry._nothing
     reference = registry.kernels("grouped_mm")[-1]
     of_cuda = [
-        registry.Kernel("grouped_mm", name, "cuda", nothing, lambda *args, w=why: w, nothing)
+        registry.Kernel("grouped_mm", name, "cuda", pytest.fail, lambda *args, w=why: w)
         for name, why in (("cuda", "it is of bfloat16,\nnot of float16"), ("own", "no fp4"))
     ]
     monkeypatch.setattr(registry, "device_of", lambda args: torch.device("cuda", 0))
-    monkeypatch.setitem(registry._KERNELS, "grouped_mm", [*of_cuda, reference])
-    candidates = registry._KERNELS["grouped_mm"]
+    monkeypatch.setitem(registry.KERNELS, "grouped_mm", [*of_cuda, reference])
+    candidates = registry.KERNELS["grouped_mm"]
+    usual = registry.emulated()
     args = torch.ones(4, 8), torch.ones(2, 8, 8), torch.tensor([2, 4], dtype=torch.int32)
     want = reference.function(*args)
     with caplog.at_level("INFO", logger="q2compile"):
@@ -194,16 +194,16 @@ def test_a_reference_that_serves_a_gpu_is_said_once_with_the_reasons(monkeypatch
         "float16; own: no fp4"
     )
     assert [r.getMessage() for r in caplog.records] == [f"q2compile: {said}"]
-    assert said in registry.emulated()
-    registry._REFERENCES.clear()
+    assert registry.emulated() == [*usual, said]
+    registry.forget_failures()
     recorded = registry.bound(
         "quantize",
         (torch.ones(16, 32), "nvfp4_46_pow2", "none"),
         {"rowwise": True, "recorded": True},
     )
-    registry._say_why_reference(registry._KERNELS["quantize"], recorded)
-    assert registry._REFERENCES == {}
+    registry._say_why_reference(registry.KERNELS["quantize"], recorded)
+    assert registry.emulated() == usual
     for state in (rejected("it trapped"), kernel_states.Reason("by him", kernel_states.DISABLED)):
         candidates[0] = dataclasses.replace(of_cuda[0], unsupported=lambda *args, w=state: w)
         registry._run(candidates, args)
-    assert registry._REFERENCES == {}
+    assert registry.emulated() == usual

@@ -20,12 +20,12 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings", exc_typ
 def test_errors_name_the_file_and_carry_the_log(tmp_path, monkeypatch) -> None:
     (tmp_path / "broken.cu").write_text('extern "C" __global__ void broken() {\n  missing();\n}\n')
     monkeypatch.setattr(nvrtc, "SOURCES", tmp_path)
-    nvrtc._headers.cache_clear()
+    nvrtc.common_headers.cache_clear()
     try:
         with pytest.raises(nvrtc.CompileError, match=r'broken\.cu\(2\): error: .*"missing"'):
             nvrtc.cubin(nvrtc.Variant("broken.cu", ()), "sm_90a")
     finally:
-        nvrtc._headers.cache_clear()
+        nvrtc.common_headers.cache_clear()
 
 
 def test_a_corrupt_cubin_is_compiled_again(tmp_path, monkeypatch) -> None:
@@ -56,7 +56,7 @@ def test_what_keys_a_cubin(monkeypatch) -> None:
     monkeypatch.setattr(nvrtc, "version", lambda: (99, 0))
     assert nvrtc._cache_path(variant, "sm_100a") != path
     monkeypatch.undo()
-    monkeypatch.setattr(nvrtc, "_headers", lambda: {"formats.cuh": "// changed"})
+    monkeypatch.setattr(nvrtc, "common_headers", lambda: {"formats.cuh": "// changed"})
     assert nvrtc._cache_path(variant, "sm_100a") != path
 
 

@@ -213,9 +213,9 @@ def test_random_bits_close_to_their_fractions() -> None:
 )
 def test_faults_in_blackwell_s_branch_are_caught(fault, monkeypatch) -> None:
     """The emulation and a Hopper compile other code in its place."""
-    headers = nvrtc._headers()
+    headers = nvrtc.common_headers()
     planted = {**headers, "ptx.cuh": fault.planted(headers["ptx.cuh"])}
-    monkeypatch.setattr(nvrtc, "_headers", lambda: planted)
+    monkeypatch.setattr(nvrtc, "common_headers", lambda: planted)
     ptx.compiled.cache_clear()
     try:
         with pytest.raises(AssertionError, match="bytes of .* differ"):

@@ -15,15 +15,14 @@ from q2compile.runtime_kernels import registry
 from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4, cuda_bf16, remembered, triton_fp4
 from q2compile.runtime_kernels.cuda.gemm.remembered import Choice, remember
 from q2compile.runtime_kernels.registry import KernelWarning, serving
-from tests.support.pretended_gpu import pretend
 
 SHAPES = {(512, 4096, 4096): "triton_fp4", (16384, 4096, 4096): "cublaslt_fp4"}
 
 
 @pytest.fixture(autouse=True)
-def blackwell(monkeypatch, tmp_path):
+def blackwell(gpu, monkeypatch, tmp_path):
     """A GPU of compute capability 10.0, with all candidates, and an empty cache folder."""
-    pretend(monkeypatch, (10, 0))
+    gpu((10, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=None: "NVIDIA B200")
     monkeypatch.setattr(triton_fp4, "triton_version", lambda: (3, 8))
     monkeypatch.setattr(remembered, "triton_version", lambda: (3, 8))
@@ -106,7 +105,7 @@ def test_what_declines_is_not_taken(monkeypatch) -> None:
     assert serves(512) == "cublaslt_fp4"
 
 
-def test_a_chosen_kernel_that_fails_is_replaced_by_the_usual_one(monkeypatch) -> None:
+def test_a_chosen_kernel_that_fails_is_replaced_by_the_usual_one() -> None:
     ran = []
 
     def kernel(name, fails):
@@ -116,14 +115,16 @@ def test_a_chosen_kernel_that_fails_is_replaced_by_the_usual_one(monkeypatch) ->
                 raise RuntimeError("no")
             return name
 
-        return registry.Kernel("gemm", name, None, function, lambda *args: None, lambda *args: None)
+        return registry.Kernel("gemm", name, None, function)
 
-    monkeypatch.setitem(registry._PREFERRED, "gemm", lambda args: "triton_fp4")
+    remembered_choices()
+    with FakeTensorMode():
+        args = tuple(arguments(512, 4096, 4096, "nvfp4_46_pow2@32x4x4"))
     candidates = [kernel("cublaslt_fp4", False), kernel("triton_fp4", True)]
     with pytest.warns(KernelWarning, match="triton_fp4"):
-        assert registry._run(candidates, (torch.empty(1),)) == "cublaslt_fp4"
+        assert registry._run(candidates, args) == "cublaslt_fp4"
     assert ran == ["triton_fp4", "cublaslt_fp4"]
-    assert registry._run(candidates, (torch.empty(1),)) == "cublaslt_fp4"
+    assert registry._run(candidates, args) == "cublaslt_fp4"
     assert ran[2:] == ["cublaslt_fp4"]
 
 

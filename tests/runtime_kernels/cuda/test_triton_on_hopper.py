@@ -34,7 +34,7 @@ SIZES = [(8192, 4096, 4096), (4100, 1440, 4160)]
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("Q2COMPILE_CACHE_DIR", str(tmp_path))
-    forget_checks(monkeypatch)
+    forget_checks()
 
 
 def quantized(rows: int, columns: int, scheme: str) -> tuple[torch.Tensor, ...]:

@@ -21,14 +21,13 @@ from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4, first_launch, swiz
 from q2compile.runtime_kernels.cuda.gemm.first_launch import Factor, WrongError
 from q2compile.runtime_kernels.cuda.jit import launch
 from q2compile.runtime_kernels.cuda.quantize import plan, quantizers
-from q2compile.runtime_kernels.numerics.formats import decode_e2m1
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, get_scheme
-from q2compile.runtime_kernels.numerics.swizzle import swizzle_32x4x4, unswizzle_32x4x4
 from q2compile.runtime_kernels.registry import KernelWarning
 from tests.support import emulation
 from tests.support.new_process import forget_checks, forget_failures
 from tests.support.pretended_gpu import on_gpu
 from tests.support.small_model import Mlp, results_of
+from tests.support.swizzled_operands import dequantized, swizzled
 from tests.support.warned import texts
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -87,12 +86,12 @@ def test_right_bits_in_all_tiles_agree(candidate, monkeypatch) -> None:
     assert selfcheck.disagreement(*OF_TILES) is None
 
 
+@pytest.mark.usefixtures("checked_here")
 def test_training_goes_on_without_a_kernel_with_wrong_second_tiles(candidate, monkeypatch) -> None:
     """Its self-check rejects it, with one warning; the next kernel gives the right numbers."""
     model, x = Mlp(), torch.randn(32, 64)
     want, grids = results_of(model, x), []
     launch_emulated(monkeypatch, first_tiles(grids))
-    monkeypatch.setattr(checks._State, "mode", checks.Mode(in_child=False))
     request = Request(OF_TILES, selfcheck.__name__, OF_TILES)
     unsupported = lambda *args: checks.rejection(request)  # noqa: E731
     candidate("quantize", None, "emulated", function=quantizers.quantize, unsupported=unsupported)
@@ -112,7 +111,7 @@ def test_training_goes_on_without_a_kernel_with_wrong_second_tiles(candidate, mo
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("Q2COMPILE_CACHE_DIR", str(tmp_path))
-    forget_checks(monkeypatch)
+    forget_checks()
 
 
 def factors(m, n, k, schemes=(SCHEME, SCHEME)) -> list[Factor]:
@@ -165,7 +164,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_wrong_products_are_rejected_for_good(monkeypatch, fault) -> None:
+def test_wrong_products_are_rejected_for_good(fault) -> None:
     """The next process rejects them, too; other algorithms still run."""
     a, b = factors(300, 512, 256)
     out = product(a, b, None, torch.bfloat16)
@@ -175,11 +174,11 @@ def test_wrong_products_are_rejected_for_good(monkeypatch, fault) -> None:
     for _ in range(2):
         with pytest.raises(WrongError, match="differs from a BF16 GEMM"):
             first_launch.known(request(1))
-        forget_checks(monkeypatch)
+        forget_checks()
     assert not first_launch.known(request(2))
 
 
-def test_an_unrotated_product(monkeypatch) -> None:
+def test_an_unrotated_product() -> None:
     a, b = factors(256, 512, 128, ("mxfp4_rtn", "mxfp4_rtn"))
     mask = torch.randint(0, 256, (256, 64), dtype=torch.uint8)
     plain = product(a, b, None, torch.bfloat16)
@@ -198,23 +197,31 @@ def test_large_products_alone() -> None:
     assert first_launch.needed(8192, 1024, 64) and not first_launch.needed(8192, 1023, 64)
 
 
-def test_without_memory_it_is_compared_the_next_time(monkeypatch) -> None:
-    def worst(*args):
+def test_without_memory_it_is_compared_the_next_time() -> None:
+    def finish(*args):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(first_launch, "_worst", worst)
     a, b = factors(16, 16, 32)
-    first_launch.compare(request(1), product(a, b, None, torch.bfloat16), a, b, None)
+    first_launch.compare(request(1), product(a, b, None, torch.bfloat16), a, b, None, finish)
     assert not first_launch.known(request(1))
 
 
 @pytest.mark.parametrize("capturing", [True, False])
 def test_nothing_is_compared_in_a_cuda_graph_capture(monkeypatch, capturing) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    a, b = factors(16, 16, 32)
+    result = product(a, b, None, torch.bfloat16).as_subclass(OnGpu)
     compared = []
-    monkeypatch.setattr(first_launch, "_worst", lambda *args: compared.append(args) or 0.0)
-    result = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, shape=(1, 1))
-    first_launch.compare(request(1), result, None, None, None)
+
+    def finish(rows, *where):
+        compared.append(where)
+        return rows
+
+    first_launch.compare(request(1), result, a, b, None, finish)
     assert len(compared) == (not capturing) and first_launch.known(request(1)) == (not capturing)
 
 
@@ -224,12 +231,8 @@ def test_training_goes_on_without_a_wrong_algorithm(candidate, monkeypatch, wron
     once, then neither in this process nor in the next."""
     ran = []
 
-    def operand(codes, scales, rows):
-        plain = unswizzle_32x4x4(scales, rows, codes.shape[1] // 8).float()
-        return decode_e2m1(codes) * plain.repeat_interleave(16, 1)
-
     def run(asked, a, b, alpha, bias, out):
-        want = operand(*a, asked.rows) @ operand(*b, asked.columns).t() * alpha
+        want = dequantized(*a, asked.rows) @ dequantized(*b, asked.columns).t() * alpha
         want = want if bias is None else want + bias
         ran.append(asked)
         out.copy_(want)
@@ -240,7 +243,7 @@ def test_training_goes_on_without_a_wrong_algorithm(candidate, monkeypatch, wron
     monkeypatch.setattr(cublaslt_fp4, "planned", lambda asked: SimpleNamespace(algorithm=(66, 7)))
     monkeypatch.setattr(cublaslt_fp4, "on_device", lambda index: nullcontext())
     monkeypatch.setattr(cublaslt_fp4, "empty", lambda *a: torch.empty_strided(*a[:2], dtype=a[2]))
-    monkeypatch.setattr(swizzle, "swizzled", _swizzled)
+    monkeypatch.setattr(swizzle, "swizzled", swizzled)
     monkeypatch.setattr(first_launch, "FLOPS", 1)
     model, x = Mlp(), torch.randn(32, 64)
     want = results_of(model, x)
@@ -261,8 +264,8 @@ def test_training_goes_on_without_a_wrong_algorithm(candidate, monkeypatch, wron
             first = {(p.dtype, p.bias) for p in ran}
             assert first
             assert len(ran) - before == (0 if attempt else len(first))
-        forget_failures(monkeypatch)
-        forget_checks(monkeypatch)  # as in a new process
+        forget_failures()
+        forget_checks()  # as in a new process
     assert ran
     kept = list(cache_dir().glob("gemm-*.checked"))
     assert len(kept) == len({(p.dtype, p.bias) for p in ran})
@@ -270,13 +273,6 @@ def test_training_goes_on_without_a_wrong_algorithm(candidate, monkeypatch, wron
 
 def _other_formats(*args) -> str | None:
     return None if get_scheme(args[7]).format == "nvfp4" else "it is nvfp4's"
-
-
-def _swizzled(scales, rows, spec):
-    if spec.swizzled:
-        return scales
-    plain = scales.view(torch.uint8).repeat_interleave(spec.block[0], 0)[:rows]
-    return swizzle_32x4x4(plain.view(torch.float8_e4m3fn))
 
 
 # ---- the way a quantizer is used -----------------------------------------------------------------

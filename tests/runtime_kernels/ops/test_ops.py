@@ -289,6 +289,6 @@ def test_a_named_kernel_is_that_kernel_or_an_error():
 
 
 def test_the_reference_is_behind_every_op():
-    for op in registry._KERNELS:
+    for op in registry.KERNELS:
         last = registry.kernels(op)[-1]
         assert (last.name, last.device_type) == (registry.REFERENCE, None)

@@ -254,19 +254,23 @@ def test_what_is_launched_has_been_loaded(op, suffix, monkeypatch):
     assert launched.own <= loaded
 
 
-def test_constants_are_made_before_a_call_or_not_kept(monkeypatch):
+def test_constants_are_made_before_a_call_or_not_kept():
     """With them and without, the same bits: a call may stand in the warm-up of a CUDA graph, whose
     memory must not hold what outlives it."""
     call = calls()["both"][0].replace(recorded=True)
-    constants.make(torch.device("cpu"))
+    cpu = torch.device("cpu")
+    constants.make(cpu)
+    assert constants.pairs_of_bytes(cpu) is constants.pairs_of_bytes(cpu)
     wanted = call()
-    for table in ("_PAIRS", "_ROTATIONS"):
-        monkeypatch.setattr(constants, table, {})
+    constants.forget()
     found = call()
     assert all(torch.equal(a, b) for a, b in zip(found[-2:], wanted[-2:], strict=True))
     with FakeTensorMode():
-        constants.make(torch.device("cpu"))
-    assert not constants._PAIRS and not constants._ROTATIONS
+        constants.make(cpu)
+    assert constants.pairs_of_bytes(cpu) is not constants.pairs_of_bytes(cpu)
+    for transform in TRANSFORMS.values():
+        one, other = (constants.rotation_matrix(transform, cpu) for _ in range(2))
+        assert type(one) is torch.Tensor and one is not other
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=lambda t: t.name)

@@ -73,7 +73,7 @@ def serve(
 
     monkeypatch.setattr(Launch, "bind", bind)
     monkeypatch.setattr(calls, "empty", empty)
-    monkeypatch.setattr(calls, "_raw_stream", lambda index: 0)
+    monkeypatch.setattr(calls, "raw_stream", lambda index: 0)
     monkeypatch.setattr(calls, "BOUND_CALLS", {})
     monkeypatch.setattr(calls, "wait", lambda index: False)
     monkeypatch.setattr(calls, "on_device", lambda index: nullcontext())

@@ -58,7 +58,7 @@ def serve(monkeypatch: pytest.MonkeyPatch, architecture: str) -> None:
         windows.append(extent(made))
         return made
 
-    monkeypatch.setattr(calls, "_address_of", address_of)
+    monkeypatch.setattr(calls, "address_of", address_of)
     monkeypatch.setattr(calls, "empty", poisoned)
 
 
