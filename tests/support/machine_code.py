@@ -7,8 +7,13 @@ compiles and disassembles them with the NVRTC of this environment, without a GPU
 `tests/runtime_kernels/cuda/machine_code/nvrtc_VERSION.json`: for each kernel and architecture the
 loads and stores of spilled registers, the instructions per element of the loop over tiles (of a
 quantizer that computes its operand, which has loops inside that one, the length of all of it), the
-conversions to and from FP4, and the registers of descriptors. Run it after a change of a kernel and
-for another NVRTC, and read the difference as code: it is the change.
+conversions to and from FP4, the registers of descriptors, and a hash of the cubin. Run it after a
+change of a kernel and for another NVRTC, and read the difference as code: it is the change.
+
+    python -m tests.support.machine_code --check
+
+writes nothing. It names the kernels whose cubins are not those recorded, by their hashes, and exits
+with 1 if there are any. After a refactoring there are none.
 
 The file also holds a digest of each kernel's sources without comments, defines and options. While
 it is the same, tests take the counts from the file: the same NVRTC makes the same code. Otherwise
@@ -21,6 +26,7 @@ import hashlib
 import json
 import os
 from argparse import ArgumentParser
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import product
@@ -53,6 +59,7 @@ from tests.support.prologue_expressions import GATED, SWIGLU, fused_launch
 #   loop: instructions of the loop over tiles (quantizers that compute their operand)
 #   to_fp4, from_fp4: conversion instructions (Blackwell)
 #   descriptors: uniform registers that hold descriptors of memory accesses (sm_90 and later)
+#   cubin: hash of all that NVRTC made
 Counts = dict[str, Any]
 FOLDER = Path(__file__).parents[1] / "runtime_kernels" / "cuda" / "machine_code"
 # A count may exceed the recorded one by this. The same NVRTC makes the same code of the same source
@@ -255,6 +262,10 @@ def instructions(code: disassemble.Code) -> float:
     return round(sum(code.hot_loop(RARE).values()) / 64, 2)
 
 
+def cubin_hash(launch: Launch, architecture: str) -> str:
+    return hashlib.sha256(nvrtc.cubin(launch.variant, architecture)).hexdigest()[:8]
+
+
 def loop(code: disassemble.Code) -> int:
     """Instructions of the loop over tiles and of the loops inside it, once each."""
     return max(end + 1 - first for first, end in code.loops)
@@ -334,7 +345,7 @@ def counted(launch: Launch, architecture: str) -> Counts:
     """
     code = disassembled(launch, architecture)
     assert code.names[-1] == "NOP" and code.count("EXIT")
-    found: Counts = {"spills": spills(code)}
+    found: Counts = {"cubin": cubin_hash(launch, architecture), "spills": spills(code)}
     if launch in FUSED.values():
         found["loop"] = loop(code)
     elif launch.variant.entry == "rotate_quantize":
@@ -367,21 +378,15 @@ def regressions(name: str, architecture: str) -> dict[str, float]:
     return {each: now[each] for each in most if now[each] > most[each]}
 
 
-def main() -> None:
-    parser = ArgumentParser(description="Writes the counts of this NVRTC.")
-    parser.add_argument(
-        "--only", default="", help="of kernels with this in their names; others stay"
-    )
-    only = parser.parse_args().only
+def _write(only: str) -> None:
     launches = {key: launch for key, launch in everything().items() if only in key[0]}
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = pool.map(lambda key: counted(launches[key], key[1]), launches)
+    found = _of_each(counted, launches)
     # Counts of the others stay, with the digests of the sources that they are of.
     others = {name for name, _ in everything() if only not in name}
     kernels = {name: recorded()[name] for name in others}
     known = _content(nvrtc.version()).get("digests", {}) if others else {}
     made_of = {**digests(), **{name: known.get(name, "") for name in others}}
-    for (name, architecture), each in zip(launches, found, strict=True):
+    for (name, architecture), each in found.items():
         kernels.setdefault(name, {})[architecture] = each
     names = dict.fromkeys(name for name, _ in everything())
     lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(kernels[name])}" for name in names)
@@ -393,5 +398,37 @@ def main() -> None:
     print(f"{path}: {len(launches)} kernels")
 
 
+def differing(only: str = "") -> list[tuple[str, str]]:
+    """(name, architecture) of the kernels whose cubins, made now, are not those recorded."""
+    launches = {key: launch for key, launch in everything().items() if only in key[0]}
+    made = _of_each(cubin_hash, launches)
+    return [key for key in made if made[key] != recorded()[key[0]][key[1]]["cubin"]]
+
+
+def _of_each(
+    function: Callable[[Launch, str], Any], launches: dict[tuple[str, str], Launch]
+) -> dict[tuple[str, str], Any]:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return dict(
+            zip(launches, pool.map(lambda k: function(launches[k], k[1]), launches), strict=True)
+        )
+
+
+def main() -> int:
+    parser = ArgumentParser(description="Writes the counts of this NVRTC.")
+    parser.add_argument("--check", action="store_true", help="compare hashes, write nothing")
+    parser.add_argument(
+        "--only", default="", help="of kernels with this in their names; others stay"
+    )
+    arguments = parser.parse_args()
+    if not arguments.check:
+        _write(arguments.only)
+        return 0
+    found = differing(arguments.only)
+    print("\n".join(f"{architecture} {name}" for name, architecture in found))
+    print(f"{len(found)} of {len(everything())} cubins are not those recorded")
+    return bool(found)
+
+
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

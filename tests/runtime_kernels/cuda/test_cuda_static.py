@@ -148,6 +148,14 @@ def test_a_changed_kernel_is_counted_anew(monkeypatch) -> None:
     assert found != machine_code.counted(KERNELS[name], architecture)
 
 
+def test_a_cubin_that_is_not_the_recorded_one_is_named(monkeypatch) -> None:
+    """`python -m tests.support.machine_code --check` compares all of them."""
+    same, other = ("transpose", "sm_90a"), ("swizzle", "sm_90a")
+    kernels = {same: KERNELS["transpose"], other: align(SR, False)}
+    monkeypatch.setattr(machine_code, "everything", lambda: kernels)
+    assert machine_code.differing() == [other]
+
+
 def test_a_rare_path_ahead_of_the_loop_takes_nothing_from_it() -> None:
     """The branch that skips the rare path may also skip the loop."""
     names = ("BRA", "F2I", "IADD", "FADD", "FMUL", "BRA")
