@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults to plant, one at a time, and the tests that should catch each: which of them live?
 
-    python -m tests.support.planted_faults                     all; some hours on one core
+    python -m tests.support.planted_faults                     all; 15 minutes on one core
     python -m tests.support.planted_faults seeds philox        those whose name or file has a word
     python -m tests.support.planted_faults --list
 
