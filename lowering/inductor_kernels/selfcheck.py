@@ -23,6 +23,7 @@ from q2compile.lowering import register
 from q2compile.lowering.inductor_kernels.support import beats_kernels, why_not_lowered
 from q2compile.runtime_kernels.cuda import checks
 from q2compile.runtime_kernels.cuda.check_results import Request
+from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import not_served
 from q2compile.runtime_kernels.cuda.selfcheck import apart, difference_of_bits
 from q2compile.runtime_kernels.kernel_states import why_disabled
 from q2compile.runtime_kernels.ops.table import QuantizerCall, rowwise_call
@@ -42,10 +43,11 @@ def rejection(device: torch.device, call: QuantizerCall) -> str | None:
 
 
 def begin(device: torch.device, scheme: str) -> None:
-    """Start the check of a rowwise quantizer, if it is an Inductor kernel."""
+    """Start the check of a rowwise quantizer, if it may be an Inductor kernel: with something to
+    fuse with, or because no CUDA kernel serves the scheme."""
     call = rowwise_call(scheme)
-    made = why_not_lowered(device, call) is None and beats_kernels(call)
-    if made and needs_check(device):
+    instead = beats_kernels(call) or not_served(scheme, call.transform.name) is not None
+    if instead and why_not_lowered(device, call) is None and needs_check(device):
         checks.begin(_request(device, call))
 
 
