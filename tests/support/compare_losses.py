@@ -9,6 +9,7 @@ with empty caches. It trains a small Llama with each recipe, on the GPU or else 
 torch's deterministic algorithms. All losses are compared, and all weights after the last step.
 
 compare_commits.py compares what is compiled, and needs no GPU; this compares what kernels compute.
+A commit takes two to four minutes on an H100, for the four default recipes.
 
 Exit status 0: the commits have the same bits; 1: some differ, as the table shows.
 """
