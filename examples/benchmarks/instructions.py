@@ -1,17 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts instructions per element in machine code, and prints what the cost model predicts from
-them.
+"""Counts instructions per element in machine code, the input of the cost model
+(q2compile/cost_model). `predicted.py --count` calls it.
 
-    python examples/benchmarks/instructions.py [--out FILE]
-
-Needs no GPU: the kernels are compiled for each architecture and disassembled, and the loop over
-tiles of the launch that makes the codes is counted. It writes the counts for the cost model
-(q2compile/cost_model) and prints predictions for 8192 x 4096 elements. Only the H200's can be
-compared with measurements so far."""
+Needs NVRTC and no GPU: the kernels are compiled for each architecture and disassembled. The loop
+over tiles of the launch that makes the codes is counted."""
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import json
 from pathlib import Path
@@ -26,11 +21,10 @@ from q2compile.runtime_kernels.cuda.jit.launch import Launch
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import SOURCES, rotate_launch
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.numerics.transforms import get_transform
-from q2compile.tools.bench.cases import CASES, step_of
+from q2compile.tools.bench.cases import CASES
 
-OUT = Path(__file__).parents[2] / "q2compile" / "cost_model" / "instructions.json"
+COUNTED = Path(__file__).parents[2] / "q2compile" / "cost_model" / "instructions.json"
 ELEMENTS_A_THREAD = 64  # of each direction, in one pass of the loop
-SHAPE = (8192, 4096)
 # Where tensor cores might not be exact, elements are loaded one by one.
 RARE = ("LDS.U16",)
 # Issue slots of a tensor-core product of 16x16 by 16x8: twice those of 16x8 by 8x8, which an H200's
@@ -56,10 +50,8 @@ def count(case: Quantizer, architecture: str) -> float:
     return round((sum(loop.values()) + (PRODUCT - 1) * loop["HMMA"]) / ELEMENTS_A_THREAD, 2)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=OUT)
-    args = parser.parse_args()
+def write() -> None:
+    """Count all cases, and write them to `COUNTED`."""
     major, minor = nvrtc.version()
     architectures = sorted({device.architecture for device in DATA_SHEETS})
     counts: list[dict[str, Any]] = []
@@ -68,21 +60,10 @@ def main() -> None:
         key["source"] = case.source if case.source == BF16 else get_scheme(case.source).format
         counts.append({**key, "instructions": {a: count(case, a) for a in architectures}})
     result = {
-        "what": "instructions an element of rotate_quantize.cu's loop over tiles",
+        "what": "instructions per element of rotate_quantize.cu's loop over tiles",
         "nvrtc": f"{major}.{minor}",
         "date": datetime.date.today().isoformat(),
-        "command": "python examples/benchmarks/instructions.py",
+        "command": "python examples/benchmarks/predicted.py --count",
         "counts": counts,
     }
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
-    for name, case in CASES.items():
-        step = step_of(name, SHAPE[0] * SHAPE[1])
-        for device in DATA_SHEETS:
-            print(
-                f"{name:25} {device.name:9} {case.instructions(device.architecture):6.1f} "
-                f"instructions an element, {1e6 * step.seconds(device):6.1f} us"
-            )
-
-
-if __name__ == "__main__":
-    main()
+    COUNTED.write_text(json.dumps(result, indent=1) + "\n")

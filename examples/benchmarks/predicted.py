@@ -2,9 +2,10 @@
 """Compares the cost model with the rows measured on an H200, predicts Blackwell GPUs, and writes
 PREDICTED.md.
 
-    python examples/benchmarks/predicted.py [--out FILE]
+    python examples/benchmarks/predicted.py [--count] [--out FILE]
 
-Needs no GPU: it reads `results/`. It predicts
+Needs no GPU: it reads `results/`. With --count, after a change of a kernel, it counts instructions
+in machine code anew (instructions.py), which needs NVRTC. It predicts
 
     the quantizers of kernels.json, from their bytes, instructions and launches;
     linear layers and a stack of experts, whole;
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import instructions
 from quantizers import BYTES, COLUMNS, ROWS
 from rows import HERE, RESULTS
 from workloads import (
@@ -44,9 +46,9 @@ from workloads import (
     VOCABULARY_30M,
 )
 
-import q2compile
 from q2compile.cost_model.devices import DATA_SHEETS, H200, Device
 from q2compile.cost_model.predict import predict
+from q2compile.cost_model.quantizers import counted as instructions_counted
 from q2compile.cost_model.steps import Layer, bf16_steps, recipe_steps
 from q2compile.recipes.recipe import GEMMS
 from q2compile.recipes.resolve import resolve
@@ -214,7 +216,6 @@ def table(rows: Iterable[Compared]) -> str:
 BLACKWELLS = tuple(device for device in DATA_SHEETS if not device.emulates)
 RECIPES = ("quartet2", "tetrajet2", "nvfp4", "quartet", "mxfp4")
 GAINS = ((8192, 4096, 4096), (8192, 14336, 4096), (16384, 24576, 6144))
-COUNTED = Path(q2compile.__file__).parent / "cost_model" / "instructions.json"
 _TE, _TORCHAO = "github.com/NVIDIA/TransformerEngine/pull/2412", "github.com/pytorch/ao/pull/4487"
 _BYTES = 2 + 9 / 16  # of an element that is read in bf16 and written in NVFP4
 _MORE_BYTES = 9 / 16  # written columnwise, too
@@ -338,7 +339,7 @@ Nothing here was measured by this project. Peaks are dense, by data sheet. The s
 a large GEMM reaches comes from published measurements where there are any; the source is beside it.
 A share above 1 belongs to a card that runs above its listed clock. Quantizers are assumed to reach
 the bandwidth and the issue slots that they reach on an H200. Their instructions were counted with
-NVRTC {nvrtc} on {counted} (`python examples/benchmarks/instructions.py`).
+NVRTC {nvrtc} on {counted} (`python examples/benchmarks/predicted.py --count`).
 
 {rates}
 
@@ -369,7 +370,7 @@ rowwise and columnwise; its columns are not rotated. torchao measured 2048 x 286
 
 def page() -> str:
     names = ", ".join(f"`{name}`" for name in missing())
-    counted = json.loads(COUNTED.read_text(encoding="utf-8"))
+    counted = json.loads(instructions.COUNTED.read_text(encoding="utf-8"))
     return PAGE.format(
         kernels=KERNELS,
         steps=STEPS_WITHIN,
@@ -389,8 +390,12 @@ def page() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--count", action="store_true", help="count instructions anew first")
     parser.add_argument("--out", type=Path, default=PAGE_FILE)
     args = parser.parse_args()
+    if args.count:
+        instructions.write()
+        instructions_counted.cache_clear()
     args.out.write_text(page(), encoding="utf-8")
     print(page())
 

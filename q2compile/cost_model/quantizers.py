@@ -2,7 +2,7 @@
 """One call of a CUDA quantizer: bytes, launches and instructions per element of its operand.
 
 The launches come from runtime_kernels/cuda/quantize/plan.py. Instructions were counted in machine
-code: `instructions.json`, which `examples/benchmarks/instructions.py` writes."""
+code: `instructions.json`, which `examples/benchmarks/predicted.py --count` writes."""
 
 from __future__ import annotations
 
