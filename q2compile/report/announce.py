@@ -70,7 +70,7 @@ def _say_that_no_graph_came() -> None:
             "nothing ran in 4 bits. Either what it returned was never called, or it ran inside "
             "another torch.compile, whose backend replaces it, or under torch.compiler.disable, or "
             "it was Module.compile of torch's own class, such as nn.Sequential, which compiles "
-            "nothing: torch.compile(model) does"
+            "nothing before torch 2.14: torch.compile(model) does"
         )
 
 
