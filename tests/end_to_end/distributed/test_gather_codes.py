@@ -203,6 +203,8 @@ def test_a_gather_in_the_graph_is_of_codes(
     """SimpleFSDP's, by DTensors, and a functional one; stacks of experts that are cut by experts,
     and along their rows. The pass `quantize_shards` moves quantizers before them, and the report
     has the reason for the one that it leaves."""
+    if name == "in_graph" and torch.__version__ < "2.12":
+        pytest.skip("torch 2.11 writes a functional gather as an autograd function")
     for rank in two:
         assert rank[f"{name}.plain"].notes["bytes"] == 2 * (weights + left)
         assert rank[name].notes["bytes"] == BYTES[per] * weights + 2 * left

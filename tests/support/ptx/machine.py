@@ -8,6 +8,7 @@ arrive. If no thread can continue, that is an error.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ _NOTHING = ("prefetch.global.L2", "griddepcontrol.wait", "griddepcontrol.launch_
 _NOTHING += ("createpolicy.fractional.b64",)  # of a cache
 _JUMPS = ("bra", "bra.uni", "ret", "exit")
 _EXIT = 1 << 30
+_INTEGER = re.compile(r"-?(\d+|0x[0-9a-fA-F]+)U?$")  # as ISA 4.5.1 has it
 
 Mask = np.ndarray | None  # of the lanes that run; None for all
 Run = Callable[[Mask], None]
@@ -164,9 +166,10 @@ class Machine:
             elif text in self._symbols:
                 value = np.full(self.lanes, self._symbols[text])
             elif text.startswith("0f"):
-                value = np.full(self.lanes, int(text[2:], 16), U32).view(np.float32)
-            elif text.lstrip("-").isdigit() or text.startswith("0x"):
-                value = np.array([int(text, 0) & 2**64 - 1] * self.lanes, U64)
+                value = np.full(self.lanes, int(text[2:], 16), U32)  # bits, for .b32
+                value = value.view(np.float32) if dtype.kind == "f" else value
+            elif _INTEGER.match(text):
+                value = np.array([int(text.rstrip("U"), 0) & 2**64 - 1] * self.lanes, U64)
             else:
                 raise UnknownInstruction(f"no such operand in this interpreter: {text}")
             self._constants[key] = value.astype(dtype)
@@ -253,7 +256,10 @@ class Machine:
             return self._elementwise(name, operands)
         if parts[0] == "mov" and parts[1] in TYPES:
             return self._move(parts[1], *operands)
-        if parts[0] in ("ld", "st") and parts[1] in self.spaces and parts[-1] in TYPES:
+        if parts[0] in ("ld", "st") and parts[1] not in self.spaces:
+            # A generic address: in global memory, since no cvta makes one of shared memory.
+            parts.insert(1, "global")
+        if parts[0] in ("ld", "st") and parts[-1] in TYPES:
             vector = {("v2",): 2, ("v4",): 4, (): 1, ("nc",): 1, ("nc", "v2"): 2, ("nc", "v4"): 4}
             if tuple(parts[2:-1]) in vector:
                 access = self._load if parts[0] == "ld" else self._store
