@@ -138,12 +138,13 @@ def ahead_of_time(model, x, **options):
     def run(model, x):
         return model(x)
 
-    compiled = torch.compile(run, backend="quartet2", fullgraph=True, options=options)
-    with torch._dynamo.config.patch(enable_aot_compile=True):
+    with torch._dynamo.config.patch(enable_aot_compile=True):  # torch 2.11 reads it in both calls
+        compiled = torch.compile(run, backend="quartet2", fullgraph=True, options=options)
         return compiled.aot_compile(((model, x), {}))
 
 
 @AHEAD_OF_TIME
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 saves what Inductor made alone")
 def test_compiled_ahead_of_time(tmp_path):
     """For ``aot_compile`` Dynamo erases the sources of the graph's inputs before it calls a
     backend."""
