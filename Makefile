@@ -24,9 +24,11 @@ PIP := PIP_CONSTRAINT=$(PINS) $(BIN)/pip install --quiet $(PIP_OPTIONS)
 TYPED := build/typed
 
 # What stands on torch's internals: capture, rewrite, passes, lowering, recipes, numerics, ways to
-# compile, faults. The rest of the tests stands on these, or on no torch but its public functions.
+# compile, faults; and on its NVRTC: machine code, PTX. The rest of the tests stands on these, or on no
+# torch but its public functions.
 INTERNALS := $(addprefix tests/q2compile/,capture rewrite passes compiler recipes torch_internals \
     failures) $(addprefix tests/runtime_kernels/,numerics cuda/test_dbias_static.py \
+    cuda/test_ptx_kernels.py cuda/test_ptx_training.py \
     cuda/test_cuda_static.py::test_spills_and_instructions_are_those_recorded) \
     tests/lowering tests/end_to_end/test_ways_to_compile.py
 
