@@ -24,7 +24,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 _LIMIT = 600  # seconds until a fork is ended
-# What Triton 3.9 prints at exit about its own objects.
+# Triton 3.9 prints this at exit, about its own objects.
 _LEAKS = re.compile(r"nanobind: leaked .*?/refleaks\.html\n?", re.S)
 
 
