@@ -313,6 +313,21 @@ def run(body: str, threads: int = 64, window: int | None = None) -> np.ndarray:
     return out
 
 
+def test_other_spellings() -> None:
+    """NVRTC 13.2's: bits of a float moved as .b32, integers with a U, generic addresses."""
+    out = run(
+        """
+        mov.b32 %r2, 0f3F800000;
+        add.s32 %r2, %r2, 0x10U;
+        st.b32 [%rd3], %r2;
+        ld.b32 %r4, [%rd3];
+        add.s32 %r4, %r4, 1U;
+        st.global.u32 [%rd3], %r4;
+        """
+    )
+    assert (out == 0x3F800011).all()
+
+
 def test_lanes_diverge_and_meet_again() -> None:
     """Each lane counts down from its number; then they exchange."""
     out = run(
