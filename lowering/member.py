@@ -49,6 +49,7 @@ class Member(NamedTuple):
 
     @property
     def device(self) -> torch.device:
+        """The device of its tensors."""
         first: Any = next(a for a in self.args if isinstance(a, ir.IRNode))
         return first.get_device_or_error()
 

@@ -9,7 +9,7 @@ with empty caches. It trains a small Llama with each recipe, on the GPU or else 
 torch's deterministic algorithms. All losses are compared, and all weights after the last step.
 
 compare_commits.py compares what is compiled, and needs no GPU; this compares what kernels compute.
-A commit takes two to four minutes on an H100, for the four default recipes.
+A commit takes about four minutes on an H100 beside other work, for the four default recipes.
 
 Exit status 0: the commits have the same bits; 1: some differ, as the table shows.
 """
@@ -44,7 +44,7 @@ class Training(NamedTuple):
 
 
 def train(recipe: str, steps: int) -> Training:
-    """A bf16 Llama of 30M parameters (on a CPU of 200k) learns a noisy permutation of tokens."""
+    """A bf16 Llama of 37M parameters (on a CPU of 150k) learns a noisy permutation of tokens."""
     import torch
     from torch import nn
     from transformers import LlamaConfig, LlamaForCausalLM

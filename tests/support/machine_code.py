@@ -399,7 +399,8 @@ def _write(only: str) -> None:
 
 
 def differing(only: str = "") -> list[tuple[str, str]]:
-    """(name, architecture) of the kernels whose cubins, made now, are not those recorded."""
+    """(name, architecture) of the kernels whose cubins, made now, are not those recorded. only:
+    those with this in their names."""
     launches = {key: launch for key, launch in everything().items() if only in key[0]}
     made = _of_each(cubin_hash, launches)
     return [key for key in made if made[key] != recorded()[key[0]][key[1]]["cubin"]]
@@ -426,7 +427,7 @@ def main() -> int:
         return 0
     found = differing(arguments.only)
     print("\n".join(f"{architecture} {name}" for name, architecture in found))
-    print(f"{len(found)} of {len(everything())} cubins are not those recorded")
+    print(f"{len(found)} cubins are not those recorded")
     return bool(found)
 
 
