@@ -426,7 +426,8 @@ def main() -> int:
         _write(arguments.only)
         return 0
     found = differing(arguments.only)
-    print("\n".join(f"{architecture} {name}" for name, architecture in found))
+    for name, architecture in found:
+        print(f"{architecture} {name}")
     print(f"{len(found)} cubins are not those recorded")
     return bool(found)
 
