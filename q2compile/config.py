@@ -422,12 +422,14 @@ def _config_file_stamp() -> tuple[str, int, int] | None:
 
 
 def _read_config_file() -> Mapping[str, Any]:
-    """The mapping in the TOML or JSON file that the environment names; {} when none is named."""
-    path_text = os.environ.get(CONFIG_FILE_VARIABLE)
-    if not path_text:
-        return {}
+    """The mapping in the file that the environment names; {} when none is named."""
+    path = os.environ.get(CONFIG_FILE_VARIABLE)
+    return read_options_file(path, f"{CONFIG_FILE_VARIABLE}={path}") if path else {}
+
+
+def read_options_file(path_text: str, where: str) -> Mapping[str, Any]:
+    """The mapping in a TOML or JSON file. An error begins with ``where``."""
     path = Path(path_text)
-    where = f"{CONFIG_FILE_VARIABLE}={path_text}"
     with naming(where):
         try:
             text = path.read_text(

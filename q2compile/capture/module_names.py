@@ -65,6 +65,7 @@ class Names:
     label     the prefix of names of root's parameters: "teacher", where a function runs more than
               one model (see `callers`), else ""
     sites     every name that a policy could match, in all models of the function; [] if not known
+    models    the models that the function runs, or root, by the labels of their names
     served    id(parameter) -> sites of equal layers that Dynamo will run with the same graph
     failure   the error that was raised while the model was searched; names are then relative to the
               compiled frame
@@ -76,6 +77,7 @@ class Names:
     prefix: str | None = ""
     label: str = ""
     sites: list[str] = field(default_factory=list)
+    models: Mapping[str, nn.Module] = field(default_factory=dict)
     served: dict[int, list[str]] = field(default_factory=dict)
     failure: Exception | None = None
 
@@ -116,7 +118,7 @@ class Names:
         names = {key: [path] for key, path in sources.items()}
         by_id = _names_by_id(models)
         sites = _sites(models) if names.keys() <= by_id.keys() else []
-        return cls(None, names | by_id, held, None, sites=sites)
+        return cls(None, names | by_id, held, None, sites=sites, models=models)
 
     @classmethod
     def _in_model(
@@ -131,7 +133,7 @@ class Names:
             models = {"": root}
         by_id = _names_by_id({label: root})
         prefix = _common_prefix(sources, by_id, label)
-        names = cls(root, by_id, held, prefix, label, _sites(models))
+        names = cls(root, by_id, held, prefix, label, _sites(models), models)
         # A whole model has a graph of its own, unless a function runs another one of its class.
         if prefix or prefix == "" and label:
             names.served = {

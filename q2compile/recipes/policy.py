@@ -100,13 +100,17 @@ def patterns_of(wanted: Collection[str], names: Collection[str]) -> list[str]:
     """Patterns that match ``wanted`` and nothing else in ``names``: one for a last component, or
     one glob over all layer numbers, where that is possible; else each name."""
     leaf = f"*.{min(wanted).rpartition('.')[2]}"
-    folded = re.sub(r"(?<![^.])\d+(?![^.])", "*", min(wanted))
-    for glob in (leaf, folded):
+    for glob in (leaf, over_layers(min(wanted))):
         if len(wanted) > 1 and not _SPECIAL.search(glob.replace("*", "")):
             matches = compiled_pattern(glob).fullmatch
             if {name for name in {*names, *wanted} if matches(name)} == set(wanted):
                 return [glob]
     return [pattern_of(name) for name in wanted]
+
+
+def over_layers(name: str) -> str:
+    """The glob over all layer numbers: "layers.3.mlp.up" -> "layers.*.mlp.up"."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
 def pattern_of(name: str) -> str:

@@ -16,7 +16,7 @@ from q2compile.capture.node_meta import GATHERS
 from q2compile.config import Config
 from q2compile.errors import NotTakenError, StageError
 from q2compile.passes.record import PassRecord
-from q2compile.report import announce, expect
+from q2compile.report import announce, compiled_options, expect
 from q2compile.report.dump_folder import DumpFolder
 from q2compile.report.graph_record import GraphRecord
 from q2compile.report.graph_text import readable
@@ -84,7 +84,7 @@ class GraphLog:
         trace_artifact("q2compile_report", lambda: table(rows))
         if self._config.strict:
             self._coverage.raise_on_unmatched_patterns()
-            _raise_on_missed(rows)
+            raise_on_missed(rows)
         elif text := self._coverage.says_that_nothing_is_recorded():
             announce.LOG.warning("q2compile: %s", text)
 
@@ -122,6 +122,7 @@ class GraphLog:
         """
         if collector.get() is None:  # `explain` compiles for its report alone
             expect.compiled(self._rows, names.held, names.root)
+            compiled_options.note(names.models.values(), self._config)
         if not self._config.strict:
             return compiled
         if compiles_ahead_of_time():
@@ -194,7 +195,8 @@ def _asked_of_weights(config: Config) -> str:
     return f"recompute_weights={config.recompute_weights}"
 
 
-def _raise_on_missed(rows: list[Row]) -> None:
+def raise_on_missed(rows: list[Row]) -> None:
+    """Raises NotTakenError for matmuls that the policy wanted and that were not taken."""
     missed = [r for r in rows if r.wanted and not r.taken]
     if missed:
         listed = "; ".join(f"{r.module}: {r.why}" for r in missed)

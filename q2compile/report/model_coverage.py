@@ -95,7 +95,11 @@ class Coverage:
             f"the graph compiled for {prefix!r} also runs equal modules: {', '.join(served)}"
             for prefix, served in self.shared.items()
         ]
-        return notes + [
+        return notes + self.unmatched()
+
+    def unmatched(self) -> list[str]:
+        """A sentence for each pattern that matches nothing."""
+        return [
             f"{whose} pattern {pattern!r} matches no module with a weight" + self._hint([pattern])
             for whose, patterns in self._unmatched().items()
             for pattern in patterns

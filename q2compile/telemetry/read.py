@@ -50,7 +50,7 @@ def read_folder(folder: Path) -> dict[str, Any]:
     for path in sorted(folder.iterdir()):
         if match := _FILE.fullmatch(path.name):
             rank = int(match.group(1))
-            for line in _lines(path):
+            for line in records_of(path):
                 if line.get("event") == "nonfinite":
                     nonfinite.append({"rank": rank, **line})
                 elif "event" not in line:
@@ -69,7 +69,9 @@ def read_folder(folder: Path) -> dict[str, Any]:
     }
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def records_of(path: Path) -> list[dict[str, Any]]:
+    """The records of one rank's file. A last line that was cut off is left out, since the process
+    may have been killed while it wrote. Raises ConfigError for any other line that is no record."""
     texts = path.read_text(encoding="utf-8").splitlines()
     found = []
     for number, text in enumerate(texts, start=1):

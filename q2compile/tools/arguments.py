@@ -29,7 +29,7 @@ BENCH_UNITS = (
 EXPORT_ACTIVATIONS = ("weight-only", "dynamic", "static")
 EXPORT_FORMATS = ("compressed-tensors", "modelopt", "safetensors")
 PREDICTED_DEVICES = ("b200", "rtx5090")
-# The result of FILE.py:FUNCTION for compare and export.
+# The result of FILE.py:FUNCTION.
 BUILT = "(model, batches) or (model, batches, loss)"
 
 
@@ -95,7 +95,8 @@ def export(parser: argparse.ArgumentParser) -> None:
         "codes of their forward, all other tensors unchanged."
     )
     parser.epilog = (
-        "Q2COMPILE_CONFIG names the file with the options of training other than the recipe."
+        "The options of training decide which layers are quantized, and how: --options, "
+        "Q2COMPILE_CONFIG, or those that FILE.py:FUNCTION compiles its model with."
     )
     parser.add_argument(
         "checkpoint",
@@ -117,7 +118,7 @@ def export(parser: argparse.ArgumentParser) -> None:
         help="static takes --telemetry, or the batches of FILE.py:FUNCTION; default %(default)s",
     )
     parser.add_argument("--telemetry", type=Path, help="the telemetry folder of training")
-    parser.add_argument("--recipe", help="default: that of Q2COMPILE_CONFIG, or quartet2")
+    _options_of_training(parser)
     parser.add_argument(
         "--autocast",
         choices=("bfloat16", "float16", "float32"),
@@ -130,6 +131,36 @@ def export(parser: argparse.ArgumentParser) -> None:
         default="raise",
         help="for layers whose codes the format can't hold exactly; default %(default)s",
     )
+
+
+def _options_of_training(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--options",
+        type=Path,
+        metavar="FILE",
+        help="the options of training: a TOML or JSON file of them, or the run.json of a dump",
+    )
+    parser.add_argument(
+        "--recipe", help="the recipe of training, if it had no policy; replaces that of --options"
+    )
+
+
+def explain(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Compiles a model once, runs it forward, and lists what the backend does with each matmul."
+    )
+    parser.add_argument(
+        "build",
+        metavar="FILE.py:FUNCTION",
+        help="or package.module:FUNCTION; called without arguments it returns (model, batches): a "
+        "model, which may be on the device 'meta', and batches, the first of which it is called "
+        "with",
+    )
+    _options_of_training(parser)
+    parser.add_argument(
+        "--autocast", choices=("bfloat16", "float16"), help="run under autocast to this dtype"
+    )
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="also write an HTML page")
 
 
 def tables(parser: argparse.ArgumentParser) -> None:
@@ -195,6 +226,9 @@ def doctor(parser: argparse.ArgumentParser) -> None:
     parser.description = "Lists and checks the kernels that this machine can run."
     parser.add_argument(
         "--no-check", action="store_true", help="list the kernels without checking them"
+    )
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="also list the kernels that passed"
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import io
 import os
 import sys
@@ -20,6 +21,11 @@ COMMANDS = {
         "q2compile.tools.report_page",
         "make one HTML page of a dump or telemetry folder",
         arguments.report,
+    ),
+    "explain": (
+        "q2compile.tools.explain",
+        "list what the backend does with each matmul of a model",
+        arguments.explain,
     ),
     "compare": (
         "q2compile.tools.compare.command",
@@ -55,7 +61,8 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit status, 2 for what can't be used, read or written."""
+    """Run a command; returns its exit status, 2 for what can't be used, read or written. Without
+    a command the help is printed."""
     parser = argparse.ArgumentParser(
         prog="q2compile", description="Tools for the torch.compile backend 'quartet2'."
     )
@@ -63,7 +70,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (_, summary, add_arguments) in COMMANDS.items():
         add_arguments(commands.add_parser(name, help=summary))
-    parsed = parser.parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words:
+        parser.print_help()
+        return 0
+    if words[0] not in COMMANDS and not words[0].startswith("-"):
+        near = difflib.get_close_matches(words[0], COMMANDS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else "."
+        parser.error(f"unknown command {words[0]!r}{hint} Allowed: {', '.join(COMMANDS)}.")
+    parsed = parser.parse_args(words)
     command = parsed.command
     from q2compile.errors import ConfigError, shown  # imports torch: all above does without
 

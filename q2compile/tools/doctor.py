@@ -1,22 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Devices, versions, kernels and cubins of this machine, with a self-check of each kernel.
 
-    q2compile doctor [--no-check] [--json]
+    q2compile doctor [--verbose] [--no-check] [--json]
     q2compile doctor --clear-cache
 
 The self-check runs every kernel that serves the device, and the Inductor kernels of quantizers, on
 small tiles. It compares results with the torch reference on the CPU: quantizers bit by bit, GEMMs
 on a GPU to the rounding of the result. Every check runs anew. Those of a GPU run in a process of
 their own with a time limit, and their results are kept for training. The exit status is 1 when a
-kernel is rejected."""
+kernel is rejected.
+
+The first line is the verdict. Kernels that passed are lines only with --verbose. The kernel that is
+being checked is shown on a terminal, so that a check that hangs has a name."""
 
 import importlib.metadata
 import json
 import platform
+import sys
 import time
 import warnings
 from argparse import Namespace
-from collections.abc import Callable
+from collections import Counter
 from typing import Any
 
 import torch
@@ -30,8 +34,9 @@ from q2compile.runtime_kernels.cuda.versions import cublaslt_version, driver_ver
 from q2compile.runtime_kernels.kernel_states import REJECTED
 from q2compile.runtime_kernels.registry import KernelWarning
 from q2compile.tools.clear_cache import clear_cache
-from q2compile.tools.kernel_rows import Row, checked, device_rows
+from q2compile.tools.kernel_rows import PASSED, SERVES, Row, checked, device_rows
 
+_STATED = (PASSED, SERVES, REJECTED)
 _PACKAGES = ("triton", "cuda-bindings", "nvidia-cuda-nvrtc")
 
 
@@ -41,29 +46,39 @@ def run(options: Namespace) -> int:
         print(f"cache     {clear_cache(cache_dir())}")
         return 0
     Config().disable()  # raises for names in the environment that no kernel has
-    say: Callable[..., None] = _nothing if options.json else print
+    lines: list[str] = []
+    report: dict[str, Any] = {"versions": _versions(lines), "cache": _cache(lines), "devices": []}
     start = time.perf_counter()
-    report: dict[str, Any] = {"versions": _versions(say), "cache": _cache(say), "devices": []}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KernelWarning)  # the report says it
         if not torch.cuda.is_available():
-            report["devices"].append(_cpu(not options.no_check, say))
+            report["devices"].append(_cpu(options, lines))
         for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-            report["devices"].append(_device(index, not options.no_check, say))
+            report["devices"].append(_device(index, options, lines))
     report["seconds"] = round(time.perf_counter() - start, 1)
-    lines = [line for device in report["devices"] for line in device["kernels"]]
-    if lines and not options.no_check:
-        say(f"checked   {len(lines)} kernels in {report['seconds']:.0f} s")
-    if options.json:
-        print(json.dumps(report, indent=1))
-    return int(any(line["state"] == REJECTED for line in lines))
+    states = Counter(row["state"] for device in report["devices"] for row in device["kernels"])
+    text = json.dumps(report, indent=1) if options.json else "\n".join(lines)
+    print(text if options.json else f"{_verdict(states, report['seconds'])}\n{text}")
+    return int(states[REJECTED] > 0)
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    return None
+def _verdict(states: Counter[str], seconds: float) -> str:
+    """The result in one line, such as "all 155 kernels passed their checks in 10 s"."""
+    if states[REJECTED]:
+        what = (
+            f"FAULT: {states[REJECTED]} kernels failed their checks, and training leaves them out"
+        )
+    elif states[PASSED]:
+        what = f"all {states[PASSED]} kernels passed their checks in {seconds:.0f} s"
+    elif states[SERVES]:
+        what = f"{states[SERVES]} kernels serve this machine; they were not checked"
+    else:
+        what = "no kernel serves this machine; all runs as its torch reference"
+    others = {state: count for state, count in states.items() if state not in _STATED}
+    return "; ".join([f"verdict   {what}", *(f"{n} are {state}" for state, n in others.items())])
 
 
-def _versions(say: Callable[..., None]) -> dict[str, str | None]:
+def _versions(lines: list[str]) -> dict[str, str | None]:
     """The packages that kernels for a GPU need are asked for where there is one."""
     on_gpu = torch.cuda.is_available()
     # torch with its build, 2.15.0+cu132, which metadata may lack
@@ -76,47 +91,47 @@ def _versions(say: Callable[..., None]) -> dict[str, str | None]:
     if on_gpu:
         found |= {"driver": driver_version(), "cuBLASLt": cublaslt_version()}
     words = (f"{name} {of}" if of else f"no {name}" for name, of in found.items())
-    say(f"versions  {', '.join(words)}")
+    lines.append(f"versions  {', '.join(words)}")
     if on_gpu:
         try:
             found["NVRTC"] = "{}.{}".format(*nvrtc.version())
-            say(f"compiler  NVRTC {found['NVRTC']}")
+            lines.append(f"compiler  NVRTC {found['NVRTC']}")
         except ImportError as error:
             found["NVRTC"] = None
-            say(f"compiler  none: {error}")
+            lines.append(f"compiler  none: {error}")
     return found
 
 
-def _cache(say: Callable[..., None]) -> dict[str, Any]:
+def _cache(lines: list[str]) -> dict[str, Any]:
     cubins = list(cache_dir().glob("*.cubin"))
     size = sum(path.stat().st_size for path in cubins) / 1024
-    say(f"cubins    {len(cubins)} in {cache_dir()}, {size:.0f} KiB")
+    lines.append(f"cubins    {len(cubins)} in {cache_dir()}, {size:.0f} KiB")
     return {"folder": str(cache_dir()), "cubins": len(cubins), "kib": round(size)}
 
 
-def _cpu(check: bool, say: Callable[..., None]) -> dict[str, Any]:
-    """Prints this processor and its kernels."""
+def _cpu(options: Namespace, lines: list[str]) -> dict[str, Any]:
+    """This processor and its kernels."""
     missing = build.why_missing()
     vectors = torch.backends.cpu.get_cpu_capability()
     target = f"no kernels: {missing}" if missing else f"kernels in C++ for {vectors}"
-    say(f"device    cpu, none with CUDA; {target}; the rest runs as its torch reference")
+    lines.append(f"device    cpu, none with CUDA; {target}; the rest runs as its torch reference")
     rows = [] if missing else list(device_rows(torch.device("cpu")))
-    printed(rows, check, say)
+    lines += kernel_lines(rows, not options.no_check, options.verbose)
     return {"device": "cpu", "name": vectors, "kernels": [row.as_line() for row in rows]}
 
 
-def _device(index: int, check: bool, say: Callable[..., None]) -> dict[str, Any]:
-    """Prints a device and its kernels, each before it is checked."""
+def _device(index: int, options: Namespace, lines: list[str]) -> dict[str, Any]:
+    """A GPU and its kernels."""
     major, minor = torch.cuda.get_device_capability(index)
     reason = launch.unsupported(index)
     target = f"no kernels: {reason}" if reason else f"kernels for {launch.architecture(index)}"
     name = torch.cuda.get_device_name(index)
-    say(f"device    cuda:{index} {name}, {major}.{minor}, {target}")
+    lines.append(f"device    cuda:{index} {name}, {major}.{minor}, {target}")
     stated = emulated.of_device(index)
     for text in stated:
-        say(f"emulated  {text}")
+        lines.append(f"emulated  {text}")
     rows = list(device_rows(torch.device("cuda", index)))
-    printed(rows, check, say)
+    lines += kernel_lines(rows, not options.no_check, options.verbose)
     return {
         "index": index,
         "name": name,
@@ -127,18 +142,26 @@ def _device(index: int, check: bool, say: Callable[..., None]) -> dict[str, Any]
     }
 
 
-def printed(rows: list[Row], check: bool, say: Callable[..., None]) -> None:
-    """Fills in the rows, and prints each: its name before its check runs."""
+def kernel_lines(rows: list[Row], check: bool, verbose: bool) -> list[str]:
+    """Fills in the rows. Returns a line for each below its op; ``verbose``: also for kernels that
+    serve the device and are not at fault."""
     names = max((len(row.name) for row in rows), default=0)
     schemes = max((len(row.scheme) for row in rows), default=0)
+    lines: list[str] = []
     last = ""
-
-    def announce(row: Row) -> None:
-        nonlocal last
+    for row in checked(rows, check, _show_on_terminal):
+        if row.state in (PASSED, SERVES) and not verbose:
+            continue
         if row.op != last:
             last = row.op
-            say(f"  {last}")
-        say(f"    {row.name:{names}}  {row.scheme:{schemes}}  ", end="", flush=True)
+            lines.append(f"  {last}")
+        lines.append(f"    {row.name:{names}}  {row.scheme:{schemes}}  {row}")
+    _show_on_terminal(None)
+    return lines
 
-    for row in checked(rows, check, announce):
-        say(row)
+
+def _show_on_terminal(row: Row | None) -> None:
+    """The kernel that is being checked, in one line that the next replaces."""
+    if sys.stderr.isatty():
+        text = "" if row is None else f"checking {row.op} {row.name} {row.scheme}"
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)

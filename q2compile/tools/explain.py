@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`explain`: what the backend would do with a model, as a report."""
+"""`explain`: what the backend would do with a model, as a report; and the command of that name."""
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +15,12 @@ from q2compile.backend import quartet2
 from q2compile.capture.callers import models_that_run
 from q2compile.capture.frames import running
 from q2compile.config import Config
+from q2compile.errors import ConfigError
 from q2compile.report.model_coverage import Coverage
 from q2compile.report.report import Report, collector
 from q2compile.tools.as_it_was import as_it_was
+from q2compile.tools.batches import arguments_of
+from q2compile.tools.given import built, given_options
 from q2compile.torch_internals.dynamo import not_compiled, original_module
 
 
@@ -61,3 +66,21 @@ def explain(
         report.add_coverage(Coverage.of(model, config))
     report.close()
     return report
+
+
+def run(arguments: Namespace) -> int:
+    """`q2compile explain FILE.py:FUNCTION`: prints the report, and writes its page if asked."""
+    options = given_options(arguments)
+    if arguments.output is not None and not arguments.output.parent.is_dir():
+        raise ConfigError(f"--output: {arguments.output.parent} is not a folder")
+    model, batches, _ = built(arguments.build)
+    args, kwargs = arguments_of(next(batches))
+    device = next(model.parameters()).device.type
+    dtype = getattr(torch, arguments.autocast) if arguments.autocast else None
+    with nullcontext() if dtype is None else torch.autocast(device, dtype):
+        report = explain(model, *args, options=options, **kwargs)
+    print(report)
+    if arguments.output is not None:
+        report.to_html(arguments.output)
+        print(f"wrote {arguments.output}")
+    return 0

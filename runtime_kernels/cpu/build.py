@@ -99,6 +99,7 @@ def _library() -> ctypes.CDLL:
         with contextlib.suppress(OSError):  # a broken file is built anew
             return ctypes.CDLL(str(path))
     compiler = _compiler()
+    LOG.info("q2compile: compiling the kernels for this CPU; it can take a minute, once")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return _built(compiler, path)

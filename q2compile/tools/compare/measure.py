@@ -15,6 +15,7 @@ from q2compile.errors import ConfigError, shown
 from q2compile.recipes.option_types import RecipeChange, RecipeName
 from q2compile.recipes.recipe import GEMMS
 from q2compile.tools.as_it_was import as_it_was, same_random_numbers
+from q2compile.tools.batches import all_batches, arguments_of
 from q2compile.tools.compare.comparison import Comparison
 from q2compile.tools.compare.measurements import ModuleError
 from q2compile.tools.compare.probe import Probes, Run
@@ -66,9 +67,7 @@ def compare(
         )
     original = original_module(model)
     model = model if original is None else original
-    batches = list(batches)
-    if not batches:
-        raise ConfigError("compare: got no batches; it takes at least one, better three or more")
+    batches = list(all_batches(batches, "compare: batches"))
     config = Config.from_options({**(options or {}), "recipe": recipe, "inner": "eager"})
     probes = Probes(config)
     # Sizes are numbers, so that costs are: a second shape is compiled anew.
@@ -163,13 +162,8 @@ class _Runs:
         return float(loss.detach()), gradients
 
     def _loss_on(self, batch: Any) -> Tensor:
-        if isinstance(batch, Mapping):
-            output = self._compiled(**batch)
-        elif isinstance(batch, tuple | list):
-            output = self._compiled(*batch)
-        else:
-            output = self._compiled(batch)
-        value = self._loss(output)
+        args, kwargs = arguments_of(batch)
+        value = self._loss(self._compiled(*args, **kwargs))
         if not (isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad):
             raise ConfigError(
                 f"compare: got {shown(type(value).__name__)} for a loss; allowed: a tensor of one "

@@ -28,16 +28,23 @@ from q2compile.tools.export.traced import Use
 class Codes:
     """A weight in 4 bits; value = e2m1(code) * scale * global_scale.
 
-    codes         uint8 [R, K/2], low nibble the even column; no minus zero
-    scales        float8_e4m3fn [R, K/16] or float8_e8m0fnu [R, K/32]
+    codes         uint8 [R, Kp/2], low nibble the even column; no minus zero. Kp is K rounded up to
+                  whole blocks, with zeros
+    scales        float8_e4m3fn [R, Kp/16] or float8_e8m0fnu [R, Kp/32]
     global_scale  float32, 0-dim
     operand       how they were made: scheme and transform
+    columns       K
     """
 
     codes: Tensor
     scales: Tensor
     global_scale: Tensor
     operand: Operand
+    columns: int
+
+    @property
+    def is_padded(self) -> bool:
+        return self.columns != 2 * self.codes.shape[1]
 
     @property
     def block_format(self) -> str:
@@ -78,6 +85,10 @@ def _cut_codes(w: Tensor, place: Place, use: Use, cuts: Sequence[tuple[int, int]
         return _quantized(w, use)
     (dim, ranks), *inner = cuts
     parts = [_cut_codes(part, place, use, inner) for part in w.chunk(ranks, dim)]
+    if dim == 1 and any(part.is_padded for part in parts):
+        raise InexactError(
+            f"each rank pads its {parts[0].columns} columns to whole blocks, in the middle of a row"
+        )
     return _joined(parts, dim)
 
 
@@ -85,8 +96,6 @@ def _quantized(w: Tensor, use: Use) -> Codes:
     """fprop's codes of w [N, K]."""
     operand = use.fprop.b
     scheme = SCHEMES[operand.scheme]
-    if w.shape[1] % scheme.width:
-        raise InexactError(f"{w.shape[1]} columns are not whole blocks of {scheme.width}")
     if not w.isfinite().all():
         raise ConfigError(f"export: the weight of {use.site!r} holds a NaN or an Inf")
     made = torch.ops.q2.quantize_weight(w.contiguous(), str(operand), use.dtype)
@@ -94,7 +103,7 @@ def _quantized(w: Tensor, use: Use) -> Codes:
     if scheme.block[0] > 1:
         each_row = scales.view(torch.uint8).repeat_interleave(scheme.block[0], 0)[: w.shape[0]]
         scales = each_row.view(scales.dtype)
-    return Codes(_plus_zero(codes), scales, global_scale, operand)
+    return Codes(_plus_zero(codes), scales, global_scale, operand, w.shape[1])
 
 
 def _plus_zero(codes: Tensor) -> Tensor:
@@ -114,6 +123,7 @@ def _joined(parts: Sequence[Codes], dim: int) -> Codes:
         first,
         codes=torch.cat([p.codes for p in every], dim),
         scales=scales.view(first.scales.dtype),
+        columns=sum(p.columns for p in every) if dim else first.columns,
     )
 
 

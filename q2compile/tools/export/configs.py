@@ -16,7 +16,7 @@ from q2compile.capture.module_names import plain_name, site_name
 from q2compile.report.announce import LOG
 from q2compile.tools.export.formats import compressed_tensors_config, modelopt_configs
 from q2compile.tools.export.job import Exported, Job
-from q2compile.tools.export.names import module_name, siblings
+from q2compile.tools.export.names import module_name, siblings, untied
 from q2compile.tools.export.shards import write_json
 from q2compile.version import __version__
 
@@ -48,7 +48,7 @@ def write_configs(job: Job, folder: Path, done: Exported) -> None:
 
 def _notes(job: Job, done: Exported) -> list[str]:
     """Notes on layers that known loaders can't read."""
-    notes = []
+    notes = list(job.found.unmatched)
     taken = [name for name in job.state if name in done.layers]
     stacks = [name for name in taken if len(done.layers[name]["shape"]) > 2]
     transposed = [name for name in taken if done.layers[name]["transposed"] and name not in stacks]
@@ -82,6 +82,8 @@ def _ignored(job: Job, done: Exported) -> Sequence[str]:
         owner = modules.get(name.rpartition(".")[0])
         if name in done.layers or tensor.ndim < 2 or isinstance(owner, _NO_MATMUL):
             continue
+        if 1 in tensor.shape[-2:] and not isinstance(owner, nn.Linear):  # a token, a bias
+            continue
         if name.removesuffix("_bias") in done.layers:  # of experts, one row each
             continue
         shape = torch.empty(tensor.shape, device="meta")
@@ -98,16 +100,14 @@ def _write_hugging_face(
 ) -> None:
     """config.json and generation_config.json, as save_pretrained writes them."""
     model: Any = job.model
-    config = copy.deepcopy(model.config)
+    in_codes = {id(job.state[name]) for name in done.layers}
+    tied = any(id(t) in in_codes and n not in done.layers for n, t in job.state.items())
+    # A tied head may be in 4 bits, and its embedding not.
+    config = untied(model.config) if tied else copy.deepcopy(model.config)
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
     config.dtype = next(iter(job.found.uses.values()))[0].dtype
     if quantization is not None:
         config.quantization_config = quantization
-    in_codes = {id(job.state[name]) for name in done.layers}
-    if any(id(t) in in_codes and n not in done.layers for n, t in job.state.items()):
-        # A tied head in 4 bits, of an embedding that is not.
-        config.tie_word_embeddings = False
-        config.get_text_config().tie_word_embeddings = False
     config.save_pretrained(folder)
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(folder)

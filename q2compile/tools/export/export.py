@@ -6,25 +6,23 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
-from itertools import chain, islice
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from q2compile.backend import quartet2
 from q2compile.config import Config
 from q2compile.errors import ConfigError, one_of, shown
 from q2compile.tools.export import activations as recorded
 from q2compile.tools.export.formats import ACTIVATIONS, DYNAMIC, FORMATS, STATIC, Format, format_for
+from q2compile.tools.export.inputs import traced
 from q2compile.tools.export.job import Exported, Job
-from q2compile.tools.export.names import is_hugging_face
+from q2compile.tools.export.options import options_of_training
 from q2compile.tools.export.ranks import on_rank_0
-from q2compile.tools.export.shards import checked_folder
-from q2compile.tools.export.traced import Trace, trace
+from q2compile.tools.export.shards import checked_folder, size_in_bytes
+from q2compile.tools.export.traced import Trace
 from q2compile.tools.export.write import write
-from q2compile.torch_internals.dynamo import compile_arguments
 
 AUTOCAST = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -42,7 +40,7 @@ def export(
     telemetry: str | os.PathLike[str] | None = None,
     inexact: str = "raise",
     tokenizer: Any = None,
-    max_shard_bytes: int = 5 * 10**9,
+    max_shard_bytes: int | str = "5GB",
 ) -> Exported:
     """Write ``model`` into ``folder`` as an inference checkpoint: the layers that the policy takes
     by the codes that their forward multiplies, bit for bit, everything else as it is.
@@ -54,9 +52,12 @@ def export(
         format: "compressed-tensors", "modelopt", or "safetensors", which holds every recipe.
         activations: "weight-only"; "static", a stored scale for each layer's activations, from
             ``calibration`` or ``telemetry``; "dynamic" where the format knows it (MXFP4).
-        options: as for torch.compile. By default those that the model was compiled with.
+        options: those of the training, as for torch.compile. By default those that the model was
+            compiled with in this process, by itself or in a function; for any other model those of
+            the file that Q2COMPILE_CONFIG names.
         example_inputs: what the model is called with, once: a mapping of keyword arguments, a tuple
-            of arguments, or one argument. Not needed for transformers' language models.
+            of arguments, or one argument. Not needed for models of transformers that take tokens
+            and pictures only.
         autocast: the dtype of training's autocast; torch.float32 for training in fp32 without.
             By default the model runs as this function is called.
         calibration: batches, each as ``example_inputs``, for static scales.
@@ -64,7 +65,7 @@ def export(
         inexact: what to do with a layer whose codes the format can't hold as they are: "raise", or
             "leave" it in the precision of its parameter, which `Exported.left` says.
         tokenizer: a tokenizer or processor to save beside a Hugging Face model.
-        max_shard_bytes: size of a file at most.
+        max_shard_bytes: the size of a file at most: a number of bytes, or "5GB", "500MB", "2GiB".
 
     Returns what was written, layer by layer, and what was left and why.
 
@@ -75,6 +76,7 @@ def export(
     one_of("format of export", format, FORMATS)
     one_of("activations of export", activations, ACTIVATIONS)
     one_of("inexact of export", inexact, ("raise", "leave"))
+    limit = size_in_bytes(max_shard_bytes)
     path = on_rank_0(lambda: checked_folder(folder))
     if find_spec("safetensors") is None:
         raise ConfigError("export: writing takes the package safetensors: pip install safetensors")
@@ -87,10 +89,9 @@ def export(
             f"export: {len(meta)} parameters are on 'meta' and have no values, {meta[0]!r} first; "
             "load the weights before exporting"
         )
-    config = _options(compiled, options)
+    config = options_of_training(compiled, options)
     amax = recorded.of_telemetry(telemetry) if telemetry is not None else {}
-    batches = _batches(model, example_inputs, calibration)
-    found = trace(model, config, batches, autocast, activations=calibration is not None)
+    found = traced(model, config, example_inputs, calibration, autocast)
     fmt = _checked_format(found, format, activations, autocast)
     job = Job(
         model=model,
@@ -101,7 +102,7 @@ def export(
         amax=amax or recorded.of_all_ranks(found.amax),
         leaves=inexact == "leave",
         tokenizer=tokenizer,
-        limit=max_shard_bytes,
+        limit=limit,
     )
     return write(job)
 
@@ -128,48 +129,6 @@ def _unwrapped(model: Any) -> nn.Module:
     if not any(True for _ in model.parameters()):
         raise ConfigError("export: the model has no parameters")
     return model
-
-
-def _options(model: nn.Module, options: Mapping[str, Any] | Config | None) -> Config:
-    """The options given, or those that the model, or its parts, were compiled with."""
-    if options is not None:
-        return Config.from_options(options)
-    found: list[Config] = []
-    for module in model.modules():
-        given = compile_arguments(module, quartet2)
-        if given is not None:
-            config = Config.from_options(given.get("options"), given.get("mode"))
-            found += [config] * (config not in found)
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise ConfigError(
-            f"export: parts of the model are compiled with {len(found)} different options; pass "
-            "options= with one policy for the whole model"
-        )
-    raise ConfigError(
-        "export: this model is not compiled by the backend quartet2, so its recipe and policy are "
-        "not known; pass options=, those of training ({} for the defaults)"
-    )
-
-
-def _batches(model: Any, example_inputs: Any, calibration: Iterable[Any] | None) -> Any:
-    """Arguments to call the model with."""
-    batches = iter(() if calibration is None else calibration)
-    first = list(islice(batches, 1))
-    if calibration is not None and not first:
-        raise ConfigError("export: calibration has no batch")
-    if example_inputs is not None:
-        return chain([example_inputs], first, batches)
-    if first:
-        return chain(first, batches)
-    if is_hugging_face(model) and "input_ids" in model.dummy_inputs:
-        device = next(model.parameters()).device
-        return [{name: t.to(device) for name, t in model.dummy_inputs.items()}]
-    raise ConfigError(
-        "export: a forward must show which layers the backend takes; pass example_inputs=, the "
-        "inputs of the model: a mapping of keyword arguments or a tuple"
-    )
 
 
 def _checked_format(

@@ -51,7 +51,7 @@ class Format:
     activations     what the format can say of activations
     fuses           its loaders keep one global scale for fused layers: powers of two, common ones
     rotates         can say that codes are of rotated weights
-    stacks          holds the weights of all experts as one tensor
+    pads            its readers cut the zeros off with which codes fill the last block of a row
     """
 
     name: str
@@ -66,10 +66,16 @@ class Format:
     of_modules: bool = True
     fuses: bool = True
     rotates: bool = False
-    stacks: bool = False
+    pads: bool = False
 
     def check(self, codes: Codes) -> None:
         """Raises InexactError for codes that this format can't hold as they are."""
+        if codes.is_padded and not self.pads:
+            raise InexactError(
+                f"its {codes.columns} columns are not whole blocks of "
+                f"{SCHEMES[codes.operand.scheme].width}. Training pads them with zeros, and "
+                f"{self.name} loaders can't; format='safetensors' holds the padded codes"
+            )
         if codes.operand.transform != "none" and not self.rotates:
             raise InexactError(
                 f"its codes are of the weight rotated by {codes.operand.transform}, and "
@@ -143,7 +149,7 @@ SAFETENSORS = Format(
     of_modules=False,
     fuses=False,
     rotates=True,
-    stacks=True,
+    pads=True,
 )
 FORMATS: dict[str, tuple[Format, ...]] = {  # the first that holds the codes as they are is used
     "compressed-tensors": (MXFP4_PACKED, NVFP4_PACKED),

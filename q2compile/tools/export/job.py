@@ -37,6 +37,15 @@ class Job:
         return {plain_name(n): t for n, t in state.items() if isinstance(t, Tensor)}
 
     @cached_property
+    def tied_heads(self) -> set[str]:
+        """Parameters of a Hugging Face model that are to be in 4 bits, but not under all of their
+        names: heads that are tied to an embedding."""
+        if not self.is_hugging_face:
+            return set()
+        others = {id(t) for name, t in self.state.items() if name not in self.found.uses}
+        return {n for n, t in self.state.items() if n in self.found.uses and id(t) in others}
+
+    @cached_property
     def is_hugging_face(self) -> bool:
         return is_hugging_face(self.model)
 

@@ -9,6 +9,7 @@ has no entry there; its own is `_STACKS`.
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
@@ -38,6 +39,20 @@ _STACKS = {
 def is_hugging_face(model: nn.Module) -> bool:
     transformers = sys.modules.get("transformers")
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+
+
+def untied(config: Any) -> Any:
+    """A copy of a model's config that says that no head is tied to an embedding."""
+    config = copy.deepcopy(config)
+    config.tie_word_embeddings = False
+    config.get_text_config().tie_word_embeddings = False
+    return config
+
+
+def always_tied(model: Any) -> bool:
+    """Whether transformers ties the heads of such a model to embeddings whatever its config says,
+    as it does for T5."""
+    return bool(type(model.config).from_dict(untied(model.config).to_dict()).tie_word_embeddings)
 
 
 def siblings(names: Sequence[str]) -> Iterator[tuple[str, ...]]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -117,7 +118,10 @@ def _applied(step: fx.Node, source: Tensor) -> Tensor:
     return step.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def _same_storage(source: Tensor, result: Tensor) -> Tensor:
-    """``result``; ``source`` where a cast or a copy has the same elements in the same order."""
+def _same_storage(source: Any, result: Any) -> Any:
+    """``result``; ``source`` where a cast or a copy has the same elements in the same order. Either
+    may be the list of views that split() returns."""
+    if not (isinstance(source, Tensor) and isinstance(result, Tensor)):
+        return result
     copied = result.shape == source.shape and not share_storage(source, result)
     return source if copied else result

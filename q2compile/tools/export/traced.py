@@ -5,8 +5,8 @@ compiles (`rewrite.planned`), in a forward of the model that quantizes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +20,13 @@ from q2compile.capture.module_names import Names, plain_name, site_name
 from q2compile.capture.views import example
 from q2compile.config import Config
 from q2compile.recipes.recipe import Gemm
+from q2compile.report.graph_log import raise_on_missed
+from q2compile.report.model_coverage import Coverage
+from q2compile.report.row import Row
 from q2compile.rewrite.rewrite_graph import planned
 from q2compile.rewrite.shared_bodies import own_bodies
+from q2compile.tools.as_it_was import as_it_was
+from q2compile.tools.batches import arguments_of
 from q2compile.tools.export.places import Place, place_of
 from q2compile.torch_internals.dynamo import (
     called_graphs,
@@ -54,11 +59,16 @@ class Trace:
     uses    name of a parameter -> its matmuls
     left    site -> why it is not taken
     amax    site -> largest |x| of its activations, 0-dim, in the batches that ran
+    unmatched  a sentence for each pattern of the policy that matches nothing
+    not_seen   sites that the policy wants and that no forward has reached; not those whose weights
+               are smaller than a block
     """
 
     uses: dict[str, list[Use]] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
     amax: dict[str, Tensor] = field(default_factory=dict)
+    unmatched: list[str] = field(default_factory=list)
+    not_seen: list[str] = field(default_factory=list)
 
     def add(self, found: Matmul | NotTaken, names: Names, gemm: str, why: str, site: str) -> None:
         """Note one matmul with a parameter. gemm: the text of its forward; "" if not taken."""
@@ -108,20 +118,24 @@ def trace(
     """Run ``model`` forward on each of ``batches``, in the precision of its tensors, and note what
     the backend would take of it under ``config``.
 
-    The model is in eval mode meanwhile, and random states are put back: no dropout, no running
-    statistics, and a training that goes on draws what it would have drawn.
+    The model is in eval mode meanwhile, so without dropout. Afterwards it is what it was (see
+    `as_it_was`): buffers that its forward updates have their values of before, and a training that
+    goes on draws what it would have drawn. Under ``strict`` raises what the backend raises.
 
     batches: of keyword arguments (mappings), positional arguments (tuples), or one argument each.
     autocast: the dtype to run under; None leaves autocast as it is. activations: note their amax.
     """
-    found = Trace()
+    found, coverage, rows = Trace(), Coverage(model, config), list[Row]()
 
     def backend(gm: fx.GraphModule, example_inputs: list[Any]) -> Any:
         restore_arguments(gm, example_inputs)
         names = Names.of_graph(gm)
         inline_attention(gm)
         own_bodies(gm)
+        of_graph = []
         for matmul, row, recipe in planned(gm, config, names):
+            row.taken = recipe.quantizes
+            of_graph.append(row)
             if matmul.parameter is None:
                 continue
             gemm = str(recipe.fprop) if recipe.fprop else ""
@@ -133,12 +147,14 @@ def trace(
                     matmul.gm.graph.call_function(found.see, noted)
         for graph in called_graphs(gm):
             graph.recompile()
+        coverage.add(of_graph, names)
+        rows.extend(of_graph)
         return gm
 
     device = next(model.parameters()).device
     with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
-        stack.enter_context(_in_eval_mode(model))
+        stack.enter_context(as_it_was(model))
+        model.eval()
         stack.enter_context(torch.enable_grad())  # "auto" predicts all GEMMs of a training step
         for module in model.modules():
             stack.enter_context(not_compiled(module))
@@ -149,22 +165,12 @@ def trace(
         for batch in batches:
             args, kwargs = arguments_of(batch)
             compiled(*args, **kwargs)
+    if config.strict:
+        coverage.raise_on_unmatched_patterns()
+        raise_on_missed(rows)
+        coverage.raise_on_unseen()
+    found.unmatched = coverage.unmatched()
+    found.not_seen = [
+        row.module for row in coverage.not_seen() if row.wanted and min(row.shape[-2:]) >= 16
+    ]
     return found
-
-
-@contextmanager
-def _in_eval_mode(model: nn.Module) -> Iterator[None]:
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
-def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call of the model, from a batch as a data loader gives it."""
-    if isinstance(batch, Mapping):
-        return (), dict(batch)
-    return (tuple(batch) if isinstance(batch, tuple | list) else (batch,)), {}

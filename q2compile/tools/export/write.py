@@ -22,7 +22,12 @@ from q2compile.tools.export.codes import (
 from q2compile.tools.export.configs import write_configs
 from q2compile.tools.export.formats import STATIC, input_scale
 from q2compile.tools.export.job import Exported, Job
-from q2compile.tools.export.names import checkpoint_tensors, module_name, siblings
+from q2compile.tools.export.names import (
+    always_tied,
+    checkpoint_tensors,
+    module_name,
+    siblings,
+)
 from q2compile.tools.export.places import stacked
 from q2compile.tools.export.ranks import on_rank_0
 from q2compile.tools.export.shards import Shards, new_folder
@@ -61,7 +66,7 @@ def _write(job: Job, gathered: Iterator[tuple[tuple[str, ...], list[Tensor]]]) -
                 key = id(job.state[name])
                 if name in done.layers:
                     continue
-                if key in written:
+                if key in written and not job.tied_heads:  # loaders tie all or nothing
                     done.tied[name] = written[key]
                     continue
                 written[key] = name
@@ -87,6 +92,12 @@ def _codes(job: Job, whole: dict[str, Tensor], done: Exported) -> dict[str, Code
         for at, uses in taken.items():
             codes = codes_of(whole[at], uses)
             job.fmt.check(codes)
+            if at in job.tied_heads and job.fmt.of_modules and always_tied(job.model):
+                raise InexactError(
+                    "it is tied to an embedding, and transformers ties the two again when it loads "
+                    f"a {type(job.model).__name__}, whatever is in the files; give it 'bf16' in "
+                    "the policy"
+                )
             codes = as_nvfp4(codes) if job.fmt.block_format == "nvfp4" else codes
             if job.fmt.codes == "weight" and uses[0].place.transposed and whole[at].ndim == 2:
                 raise InexactError(
@@ -178,5 +189,10 @@ def _module_tensors(
         raise InexactError(
             "it is a stack of matrices, and no loader's names for its parts are known; "
             "format='safetensors' writes the stack"
+        )
+    if other := [key for key in parts if key.rpartition(".")[2] != "weight"]:
+        raise InexactError(
+            f"loaders look for the codes of modules, and {other[0]!r} is not the 'weight' of one; "
+            "format='safetensors' writes the codes of parameters"
         )
     return {module_name(key): part for key, part in parts.items()}

@@ -75,7 +75,7 @@ def test_a_group_that_fails_is_a_fault_and_a_disabled_one_is_none(gpu, monkeypat
     assert row.reason == f"it failed its self-check on this GPU: {said}"
     disable(["grouped_launch"], "option disable_kernels")
     disabled = next(iter(group_rows(ON_GPU)))
-    doctor.printed([disabled], True, print)
+    print(*doctor.kernel_lines([disabled], True, True), sep="\n")
     assert "disabled: by option disable_kernels\n" in capsys.readouterr().out
 
 

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options that a model was trained with, which decide how each weight is quantized."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from q2compile.backend import quartet2
+from q2compile.capture.module_names import expected_sites, loose_weights, plain_name
+from q2compile.config import CONFIG_FILE_VARIABLE, Config
+from q2compile.errors import ConfigError
+from q2compile.recipes.policy import over_layers
+from q2compile.report.compiled_options import options_of
+from q2compile.torch_internals.dynamo import compile_arguments
+
+_MOST = 12  # names in a message
+
+
+def options_of_training(model: nn.Module, given: Mapping[str, Any] | Config | None) -> Config:
+    """The options given; or those that the model, or its parts, were compiled with; or those of the
+    file that the environment names. Raises ConfigError if there are none, or several."""
+    if given is not None:
+        return _of_weights(Config.from_options(given))
+    found = _of_compiled_modules(model) or options_of(model)
+    found = list({config.resolved_policy: config for config in found}.values())
+    if len(found) > 1:
+        raise ConfigError(
+            f"export: the model or its parts were compiled with {len(found)} different options; "
+            "pass options= with one policy for the whole model"
+        )
+    if found:
+        return _of_weights(found[0])
+    if os.environ.get(CONFIG_FILE_VARIABLE):
+        return _of_weights(Config.from_options())
+    raise options_not_known(model)
+
+
+def _of_weights(config: Config) -> Config:
+    """Without telemetry, whose patterns say nothing of a model's weights."""
+    return replace(config, telemetry=None)
+
+
+def _of_compiled_modules(model: nn.Module) -> list[Config]:
+    arguments = [compile_arguments(module, quartet2) for module in model.modules()]
+    return [Config.from_options(a.get("options"), a.get("mode")) for a in arguments if a]
+
+
+def options_not_known(model: nn.Module) -> ConfigError:
+    """The error for a model of which nothing says how it was trained: the recipe alone would also
+    quantize layers that the policy of the training kept in BF16."""
+    stacks = [name for name, shape in loose_weights(model).items() if len(shape) > 2]
+    names = [plain_name(name) for name in (*expected_sites(model), *stacks)]
+    folded = list(dict.fromkeys(over_layers(name) if "." in name else name for name in names))
+    more = f" and {len(folded) - _MOST} more" if len(folded) > _MOST else ""
+    return ConfigError(
+        "export: the options of the training are not known: the model was not compiled by the "
+        "backend quartet2 in this process. The recipe alone may quantize layers that the policy of "
+        f"the training kept in BF16; this model has {', '.join(folded[:_MOST])}{more}. Pass the "
+        "options of the training: options=, or --options with their file or with the run.json of "
+        "a dump. If the training had no policy, pass its recipe: options={'recipe': 'quartet2'}, "
+        "or --recipe quartet2"
+    )

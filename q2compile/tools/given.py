@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a command is given: a model by FILE.py:FUNCTION, and the options of training by a file."""
+
+from __future__ import annotations
+
+import importlib
+import runpy
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from q2compile.config import Config, read_options_file
+from q2compile.errors import ConfigError, naming, shown
+from q2compile.tools.arguments import BUILT
+from q2compile.tools.batches import all_batches
+
+# Of a dump's run.json: the options that decide how each matmul is quantized.
+_OF_RUN = ("recipe", "policy", "global_scale", "strict")
+
+
+def given_options(arguments: Namespace) -> dict[str, Any]:
+    """The options that --options and --recipe give, checked, as are those of Q2COMPILE_CONFIG; {}
+    if neither is there."""
+    given: dict[str, Any] = {}
+    if arguments.options is not None:
+        given = _of_file(arguments.options)
+        with naming(f"--options {arguments.options}"):
+            Config.from_options(given)
+    if arguments.recipe is not None:
+        given["recipe"] = arguments.recipe
+    Config.from_options(given)
+    return given
+
+
+def _of_file(path: Path) -> dict[str, Any]:
+    """The options in a file, or in the run.json of a dump, or of a dump's folder."""
+    path = path / "run.json" if path.is_dir() else path
+    loaded = dict(read_options_file(str(path), f"--options {path}"))
+    if not isinstance(loaded.get("options"), list):
+        return loaded
+    defaults = {field.name: field.default for field in fields(Config)}
+    runs = [{key: of.get(key, defaults[key]) for key in _OF_RUN} for of in loaded["options"]]
+    differing = [run for i, run in enumerate(runs) if run not in runs[:i]]
+    if len(differing) != 1:
+        raise ConfigError(
+            f"--options {path}: graphs of this run were compiled with {len(differing)} different "
+            "options, such as those before and after a late switch; write the ones to use into a "
+            "file of their own"
+        )
+    return differing[0]
+
+
+def built(where: str) -> tuple[torch.nn.Module, Any, Any]:
+    """The result of the user's function: a model, an iterator over its batches, which has at least
+    one, and a loss or None."""
+    function = _function(where)
+    result = function()
+    if not (
+        isinstance(result, tuple)
+        and len(result) in (2, 3)
+        and isinstance(result[0], torch.nn.Module)
+        and any(True for _ in result[0].parameters())
+    ):
+        raise ConfigError(f"{where} returned {shown(result)}; allowed: {BUILT}")
+    model, batches, *loss = result
+    return model, all_batches(batches, where), loss[0] if loss else None
+
+
+def _function(where: str) -> Callable[[], Any]:
+    home, colon, name = where.rpartition(":")
+    if not colon or not home or not name:
+        raise ConfigError(
+            f"got {where!r}; allowed: FILE.py:FUNCTION or package.module:FUNCTION, a function that "
+            f"returns {BUILT}"
+        )
+    if home.endswith(".py"):
+        sys.path.insert(0, str(Path(home).resolve().parent))  # as `python FILE.py` has it
+        found = runpy.run_path(home)
+    else:
+        sys.path.insert(0, "")
+        try:
+            found = vars(importlib.import_module(home))
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"{where}: {error}") from None
+    function = found.get(name)
+    if not callable(function):
+        own = found["__name__"]
+        names = [n for n, f in found.items() if callable(f) and f.__module__ == own]
+        raise ConfigError(f"{home} has no function {name!r}; it has {', '.join(names) or 'none'}")
+    return function
