@@ -10,7 +10,7 @@ on a GPU to the rounding of the result. Every check runs anew. Those of a GPU ru
 their own with a time limit, and their results are kept for training. The exit status is 1 when a
 kernel is rejected.
 
-The first line is the verdict. Kernels that passed are lines only with --verbose. The kernel that is
+The first line is the result. Kernels that passed are lines only with --verbose. The kernel that is
 being checked is shown on a terminal, so that a check that hangs has a name."""
 
 import importlib.metadata
@@ -58,11 +58,11 @@ def run(options: Namespace) -> int:
     report["seconds"] = round(time.perf_counter() - start, 1)
     states = Counter(row["state"] for device in report["devices"] for row in device["kernels"])
     text = json.dumps(report, indent=1) if options.json else "\n".join(lines)
-    print(text if options.json else f"{_verdict(states, report['seconds'])}\n{text}")
+    print(text if options.json else f"{_result(states, report['seconds'])}\n{text}")
     return int(states[REJECTED] > 0)
 
 
-def _verdict(states: Counter[str], seconds: float) -> str:
+def _result(states: Counter[str], seconds: float) -> str:
     """The result in one line, such as "all 155 kernels passed their checks in 10 s"."""
     if states[REJECTED]:
         what = (
@@ -75,7 +75,7 @@ def _verdict(states: Counter[str], seconds: float) -> str:
     else:
         what = "no kernel serves this machine; all runs as its torch reference"
     others = {state: count for state, count in states.items() if state not in _STATED}
-    return "; ".join([f"verdict   {what}", *(f"{n} are {state}" for state, n in others.items())])
+    return "; ".join([f"result    {what}", *(f"{n} are {state}" for state, n in others.items())])
 
 
 def _versions(lines: list[str]) -> dict[str, str | None]:

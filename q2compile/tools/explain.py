@@ -77,6 +77,8 @@ def run(arguments: Namespace) -> int:
     args, kwargs = arguments_of(next(batches))
     device = next(model.parameters()).device.type
     dtype = getattr(torch, arguments.autocast) if arguments.autocast else None
+    if dtype and device == "meta":
+        raise ConfigError("--autocast: torch has none on 'meta'; build the model in that dtype")
     with nullcontext() if dtype is None else torch.autocast(device, dtype):
         report = explain(model, *args, options=options, **kwargs)
     print(report)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a command is given: a model by FILE.py:FUNCTION, and the options of training by a file."""
+"""Arguments of commands: a model by FILE.py:FUNCTION, and the options of training by a file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from q2compile.errors import ConfigError, naming, shown
 from q2compile.tools.arguments import BUILT
 from q2compile.tools.batches import all_batches
 
-# Of a dump's run.json: the options that decide how each matmul is quantized.
+# These options in a dump's run.json decide how each matmul is quantized.
 _OF_RUN = ("recipe", "policy", "global_scale", "strict")
 
 

@@ -19,7 +19,7 @@ from q2compile.tools.given import built
 
 def run(arguments: Namespace) -> int:
     """Measures, prints the table, writes it, the picture and the options. Returns the status."""
-    # What can be wrong is checked before the minutes that measuring takes.
+    # Mistakes are reported before the minutes that measuring takes.
     check_budget(arguments.budget)
     config = Config.from_options({} if arguments.recipe is None else {"recipe": arguments.recipe})
     model, batches, loss = built(arguments.build)

@@ -22,7 +22,7 @@ _ALLOWED = (
     "allowed: a folder that save_pretrained wrote, or FILE.py:FUNCTION, a function that returns "
     "(model, batches), for any other model"
 )
-# What a processor of pictures or sound is saved as. Loading one takes libraries of its own.
+# The files of processors of pictures and sound. Loading one takes libraries of its own.
 _PROCESSORS = (
     "preprocessor_config.json",
     "processor_config.json",
@@ -32,7 +32,7 @@ _PROCESSORS = (
 
 def run(arguments: Namespace) -> int:
     """Exports a checkpoint and prints what was written. Returns the status."""
-    # What can be wrong is checked before the model is loaded.
+    # Mistakes are reported before the model is loaded.
     options = given_options(arguments) or None
     checked_folder(arguments.folder)
     checkpoint = arguments.checkpoint

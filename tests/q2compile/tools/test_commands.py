@@ -130,6 +130,55 @@ def test_help_does_not_import_torch():
         assert done.stdout.splitlines()[-1] == f"False {status}", done.stderr
 
 
+def test_without_a_command_the_help_is_printed(capsys):
+    assert cli.main([]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"    {name} " in printed for name in cli.COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("word", "near"), [("exprot", "export"), ("docter", "doctor"), ("xyz", "")]
+)
+def test_a_misspelled_command_gets_the_nearest(capsys, word, near):
+    with pytest.raises(SystemExit) as end:
+        cli.main([word, "x"])
+    printed = capsys.readouterr().err
+    assert end.value.code == 2 and f"unknown command {word!r}" in printed
+    assert (f"did you mean {near!r}?" in printed) == ("did you mean" in printed) == bool(near)
+    assert "Allowed: report, explain," in printed
+
+
+MODEL = """
+import torch
+from torch import nn
+
+def build():
+    return nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32)), (torch.ones(4, 64) for _ in "ab")
+
+def on_meta():
+    with torch.device("meta"):
+        return nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32)), [torch.ones(4, 64)]
+"""
+
+
+@pytest.mark.parametrize("name", ["build", "on_meta"])
+def test_explain_prints_what_is_done_with_each_matmul(tmp_path, capsys, name):
+    (tmp_path / "mine.py").write_text(MODEL)
+    (tmp_path / "options.toml").write_text("inner = 'eager'\n[policy]\n'1' = 'bf16'\n")
+    page = tmp_path / "page.html"
+    words = ["explain", f"{tmp_path / 'mine.py'}:{name}", "--options", tmp_path / "options.toml"]
+    if name == "on_meta":
+        assert "torch has none on 'meta'" in refused(capsys, *words, "--autocast", "bfloat16")
+    else:
+        words += ["--autocast", "bfloat16"]
+    assert cli.main([*map(str, words), "-o", str(page)]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"^0 +4.64.64 +yes +quartet2", printed, re.MULTILINE)
+    assert re.search(r"^1 +4.32.64 +no .*policy: '1' says bf16$", printed, re.MULTILINE)
+    assert printed.endswith(f"wrote {page}\n") and page.stat().st_size > 10**5
+    assert "has no function 'nothing'" in refused(capsys, "explain", f"{tmp_path}/mine.py:nothing")
+
+
 def test_arguments_repeat_the_names_of_the_tables():
     assert tuple(GROUPS) == arguments.BENCH_GROUPS
     assert tuple(ACTIVATIONS) == arguments.EXPORT_ACTIVATIONS
@@ -218,7 +267,12 @@ def test_tables_into_a_folder_that_cannot_be_made(tmp_path, capsys):
 
 
 # Required arguments of each command.
-NEEDED = {"report": ["folder"], "compare": ["x.py:build"], "export": ["x.py:build", "folder"]}
+NEEDED = {
+    "report": ["folder"],
+    "explain": ["x.py:build"],
+    "compare": ["x.py:build"],
+    "export": ["x.py:build", "folder"],
+}
 
 
 @pytest.mark.parametrize("command", ["report", "tables", "doctor"])

@@ -208,7 +208,7 @@ def test_a_budget_is_a_share(budget):
 
 
 def test_what_cannot_be_compared_is_refused():
-    with pytest.raises(ValueError, match="no batches"):
+    with pytest.raises(ValueError, match="there is no batch"):
         q2compile.compare(net(), [])
     with pytest.raises(ValueError, match="loss=, a function of the model's output"):
         q2compile.compare(nn.Linear(64, 32), batches())

@@ -59,6 +59,28 @@ def test_doctor_lists_what_fails_and_goes_on(candidate, capsys):
     }
 
 
+@pytest.mark.parametrize(
+    ("states", "first", "lines"),
+    [
+        (["passed", "passed", "unsupported"], "all 2 kernels passed their checks in ", 1),
+        (["passed", "rejected"], "FAULT: 1 kernels failed their checks", 1),
+        (["serves", "serves"], "2 kernels serve this machine; they were not checked", 0),
+        ([], "no kernel serves this machine", 0),
+    ],
+)
+def test_doctor_begins_with_the_result(monkeypatch, capsys, states, first, lines):
+    rows = [kernel_rows.Row("gemm", f"k{i}", "gemm", "nvfp4", s) for i, s in enumerate(states)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(doctor, "device_rows", lambda device: rows)
+    monkeypatch.setattr(doctor, "checked", lambda rows, check, announce: rows)
+    for more, count in ([], lines), (["--verbose"], len(states)):
+        assert cli.main(["doctor", *more]) == ("rejected" in states)
+        printed = capsys.readouterr().out
+        assert printed.startswith(f"result    {first}")
+        assert ("1 are unsupported" in printed) == ("unsupported" in states)
+        assert printed.count("\n    k") == count
+
+
 def test_doctor_without_checks_runs_none(gpu, monkeypatch, capsys):
     gpu((12, 0))
     monkeypatch.setattr(selfcheck, "disagreement", lambda *what: 1 / 0)
@@ -81,7 +103,7 @@ def test_doctor_prints_json(gpu, monkeypatch, capsys, state):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(doctor, "device_rows", lambda device: [row])
-    monkeypatch.setattr(doctor, "printed", lambda rows, check, say: say("a line"))
+    monkeypatch.setattr(doctor, "kernel_lines", lambda rows, check, verbose: ["a line"])
     assert cli.main(["doctor", "--json"]) == (state == "rejected")
     (device,) = json.loads(capsys.readouterr().out)["devices"]
     assert device["capability"] == "12.0" and device["target"] == "kernels for sm_120f"

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 import q2compile
+from q2compile.errors import ConfigError
 from q2compile.runtime_kernels.numerics.schemes import SCHEMES
+from q2compile.tools.export.shards import size_in_bytes
 from tests.support.exported import (
     CONFIGS,
     NO_ROTATION,
@@ -178,8 +180,37 @@ def test_fp32_masters_are_quantized_as_autocast_casts_them(tmp_path: Path) -> No
 
 def test_shards_and_their_index(tmp_path: Path) -> None:
     model, out = model_of("qwen3_moe"), tmp_path / "out"
-    q2compile.export(model, out, options={}, example_inputs=INPUTS, max_shard_bytes=8_000)
+    q2compile.export(model, out, options={}, example_inputs=INPUTS, max_shard_bytes="8 kB")
     files = sorted(out.glob("*.safetensors"))
     assert len(files) > 2 and all(f"of-{len(files):05}" in f.name for f in files)
     same(decompressed(out), by_module(model, forward_weights(model, "nvfp4_46_pow2")))
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(("size", "expected"), [(7, 7), ("5GB", 5 * 10**9), ("1.5 MiB", 3 * 2**19)])
+def test_sizes_of_files(size: int | str, expected: int) -> None:
+    assert size_in_bytes(size) == expected
+
+
+@pytest.mark.parametrize("recipe", ["quartet2", "quartet"])
+def test_rows_of_parts_of_a_block(recipe: str, tmp_path: Path) -> None:
+    """72 columns, padded with zeros as in training; the other formats have no place for that."""
+    model = torch.nn.Sequential(torch.nn.Linear(72, 32)).bfloat16()
+    inputs = {"example_inputs": (torch.ones(2, 72).bfloat16(),), "options": {"recipe": recipe}}
+    q2compile.export(model, tmp_path / "out", format="safetensors", **inputs)
+    held = tensors(tmp_path / "out")
+    how = ("nvfp4_46_pow2", "none") if recipe == "quartet2" else ("mxfp4_quest", "h32")
+    own = q2compile.quantize(model[0].weight, how[0], transform=how[1])
+    assert own.codes.shape[1] == held["0.weight.codes"].shape[1] > 36
+    codes = [held["0.weight.codes"], held["0.weight.scales"], held["0.weight.global_scale"]]
+    expected = e2m1_values(own.codes, own.scales, own.global_scale)
+    assert torch.equal(e2m1_values(*codes), expected)
+    if recipe == "quartet2":
+        found = q2compile.quantize(model[0].weight, how[0]).dequantize(torch.bfloat16)
+        assert (
+            torch.equal(e2m1_values(*codes)[:, :72], found)
+            and not e2m1_values(*codes)[:, 72:].any()
+        )
+    for format in ("compressed-tensors", "modelopt"):
+        with pytest.raises(ConfigError, match="format='safetensors'"):
+            q2compile.export(model, tmp_path / format, format=format, **inputs)

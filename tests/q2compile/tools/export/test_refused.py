@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,12 @@ def with_nan() -> nn.Module:
     return model
 
 
+def with_scale() -> nn.Module:
+    model = plain()
+    model.q_proj.register_buffer("weight_scale", torch.ones(1))
+    return model
+
+
 def meta() -> nn.Module:
     return plain().to("meta")
 
@@ -68,7 +75,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "not compiled": (
         plain,
         {"options": None},
-        "not compiled by the backend quartet2.*pass options=",
+        "not compiled by the backend quartet2.*has q_proj, k_proj, o_proj. Pass the options",
     ),
     "no inputs": (plain, {"example_inputs": None}, "pass example_inputs="),
     "meta": (meta, {}, "3 parameters are on 'meta'.*'q_proj.weight' first; load the weights"),
@@ -90,7 +97,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "no whole blocks": (
         odd,
         {"example_inputs": (X[:, :40],)},
-        "40 columns are not whole blocks of 16",
+        "its 40 columns are not whole blocks of 16.*format='safetensors' holds the padded",
     ),
     "dynamic NVFP4": (plain, {"activations": "dynamic"}, "no 'dynamic' activations.*use 'static'"),
     "static of nothing": (plain, {"activations": "static"}, "got neither"),
@@ -98,9 +105,25 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "no batch": (
         plain,
         {"activations": "static", "calibration": []},
-        "calibration has no batch",
+        "export: calibration: there is no batch",
     ),
     "no autocast": (plain, {"autocast": torch.int8}, "autocast: got torch.int8"),
+    "shards of None": (plain, {"max_shard_bytes": None}, "max_shard_bytes: got None; allowed"),
+    "shards of 0": (plain, {"max_shard_bytes": 0}, "max_shard_bytes: got 0; allowed: a positive"),
+    "shards of -1": (plain, {"max_shard_bytes": -1}, "got -1; allowed"),
+    "shards of True": (plain, {"max_shard_bytes": True}, "got True; allowed"),
+    "shards of 5 pounds": (plain, {"max_shard_bytes": "5 lb"}, "got '5 lb'.*such as '5GB'"),
+    "a batch for batches": (
+        plain,
+        {"activations": "static", "calibration": X},
+        "calibration: got a Tensor in the place of batches",
+    ),
+    "a name of the format": (with_scale, {}, "of its own that is called 'q_proj.weight_scale'"),
+    "a parameter that is no module's weight": (
+        lambda: nn.MultiheadAttention(64, 4).bfloat16(),
+        {"example_inputs": (X, X, X)},
+        "codes of modules, and 'in_proj_weight' is not.*format='safetensors'",
+    ),
     "unknown option": (plain, {"options": {"recipes": "nvfp4"}}, "did you mean 'recipe'"),
 }
 
@@ -123,10 +146,44 @@ def test_a_folder_that_is_not_empty(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
-def test_an_empty_folder_is_written_into(tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    q2compile.export(plain(), tmp_path / "out", **OPTIONS)
-    assert (tmp_path / "out" / "model.safetensors").exists()
+@pytest.mark.parametrize("kind", ["volume", "link"])
+def test_an_empty_folder_is_written_into(kind: str, tmp_path: Path) -> None:
+    """Nothing takes its place: it may be a mount point, which a rename can't replace."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "lost+found").mkdir()  # of a new file system
+    out = tmp_path / ("real" if kind == "volume" else "link")
+    if kind == "link":
+        out.symlink_to("real")
+    before = out.stat().st_ino
+    q2compile.export(plain(), out, **OPTIONS)
+    assert out.stat().st_ino == before and out.is_symlink() == (kind == "link")
+    names = {"lost+found", "model.safetensors", "config.json", "q2compile_export.json"}
+    assert {path.name for path in out.iterdir()} == names
+    assert {path.name for path in tmp_path.iterdir()} == {"real", out.name}
+
+
+def test_a_failure_leaves_an_empty_folder_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace = os.replace
+
+    def last_fails(source: Path, target: Path) -> None:
+        if target.suffix == ".json":
+            raise OSError(errno.EDQUOT, "Disk quota exceeded", str(target))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", last_fails)
+    with pytest.raises(OSError, match="quota"):
+        q2compile.export(plain(), tmp_path, **OPTIONS)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("where", ["{folder}/file/out", "/proc/none/out", "{folder}/" + 300 * "x"])
+def test_a_destination_is_checked_before_the_work(where: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="can't be written: .*; give the path of a new folder"):
+        q2compile.export(None, where.format(folder=tmp_path), **OPTIONS)  # type: ignore[arg-type]
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

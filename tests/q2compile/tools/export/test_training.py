@@ -73,6 +73,71 @@ def test_options_are_those_of_the_compiled_model(how: str, tmp_path: Path) -> No
     assert torch.equal(tensors(tmp_path / "out")["embed.weight"], model.embed.weight)
 
 
+def test_options_of_a_compiled_step(tmp_path: Path) -> None:
+    """The step leaves nothing in the model, which is exported by the policy it was trained with."""
+    model = new_model()
+    inputs = {"example_inputs": batch()[0], "autocast": torch.bfloat16, "format": "safetensors"}
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+    for i, policy in enumerate(({"head": "bf16"}, {"head": "nvfp4"})):
+        options = {**EAGER, "policy": policy}
+        torch.compile(step, backend="quartet2", options=options)(*batch()).backward()
+        if i == 0:
+            done = q2compile.export(model, tmp_path / "out", **inputs)
+            assert done.layers.keys() == {f"{n}.weight" for n in LINEARS if n != "head"}
+    with pytest.raises(ConfigError, match="compiled with 2 different options; pass options="):
+        q2compile.export(model, tmp_path / "both", **inputs)
+    with pytest.raises(ConfigError, match="options of the training are not known.*layers.\\*.up"):
+        q2compile.export(new_model(), tmp_path / "other", **inputs)
+
+
+def test_patterns_that_match_nothing(tmp_path: Path) -> None:
+    inputs = {"example_inputs": batch()[0], "autocast": torch.bfloat16, "format": "safetensors"}
+    options: dict[str, Any] = {"policy": {"model.head": "bf16"}}
+    done = q2compile.export(new_model(), tmp_path / "out", **inputs, options=options)
+    assert done.notes[0].startswith("the policy's pattern 'model.head' matches no module")
+    with pytest.raises(ConfigError, match="strict: the policy's pattern.*did you mean 'head'"):
+        q2compile.export(
+            new_model(), tmp_path / "strict", **inputs, options={**options, "strict": True}
+        )
+    with pytest.raises(q2compile.NotTakenError, match="strict: 1 matmul.*too small"):
+        small = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
+        inputs["example_inputs"] = torch.ones(4, 64)
+        q2compile.export(small, tmp_path / "small", **inputs, options={"strict": True})
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+class Counting(nn.Module):
+    """Its forward updates buffers: in place, and by putting another in the place of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(64, 32)
+        self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("seen", torch.zeros(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        self.seen = torch.maximum(self.seen, x.detach().abs().amax(0))
+        return self.up(x)
+
+
+@pytest.mark.parametrize("calibrates", [False, True])
+def test_buffers_are_those_of_the_training(calibrates: bool, tmp_path: Path) -> None:
+    model, x = Counting(), torch.ones(4, 64)
+    model(x)
+    arguments: dict[str, Any] = {}
+    if calibrates:
+        arguments = {"activations": "static", "calibration": [2 * x, 3 * x]}
+    arguments |= {"example_inputs": 2 * x, "autocast": torch.bfloat16, "format": "safetensors"}
+    q2compile.export(model, tmp_path / "out", options={}, **arguments)
+    held = tensors(tmp_path / "out")
+    for of in (dict(model.named_buffers()), held):
+        assert of["steps"] == 1 and torch.equal(of["seen"], torch.ones(64))
+
+
 def test_parts_compiled_by_different_options(tmp_path: Path) -> None:
     model = new_model()
     model.layers[0].compile(backend="quartet2", options={**EAGER, "recipe": "nvfp4"})
@@ -281,6 +346,10 @@ def test_static_scales_by_telemetry(tmp_path: Path) -> None:
         amax = [r["amax"] for r in lines if r.get("module") == site and r.get("operand") == "x"]
         assert len(amax) >= 3
         assert max(amax) / 6 / layer["input_scale"] <= 448 < max(amax) / 3 / layer["input_scale"]
+    # A run that was killed: its last line is incomplete, and is left out.
+    (folder / "rank0.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"step": 9, "mod')
+    again = q2compile.export(model, tmp_path / "again", **inputs, telemetry=folder)
+    assert again.layers == done.layers
     with pytest.raises(ConfigError, match="has no record of an activation"):
         q2compile.export(model, tmp_path / "none", **inputs, telemetry=tmp_path)
 
