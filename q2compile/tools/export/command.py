@@ -36,7 +36,7 @@ def run(arguments: Namespace) -> int:
     options = given_options(arguments) or None
     checked_folder(arguments.folder)
     checkpoint = arguments.checkpoint
-    if ":" in checkpoint:
+    if ":" in checkpoint and not Path(checkpoint).is_dir():
         model, batches, _ = built(checkpoint)
         beside = None
     else:

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from q2compile.config import Config
 from q2compile.errors import BackendError, ConfigError
@@ -34,6 +35,11 @@ def traced(
     that the policy wants."""
     batches = () if calibration is None else all_batches(calibration, "export: calibration")
     calibrates = calibration is not None
+    if isinstance(example_inputs, Iterator | DataLoader):
+        raise ConfigError(
+            f"export: example_inputs: got a {type(example_inputs).__name__}; allowed: one batch, "
+            "such as next(iter(...)) of it"
+        )
     if example_inputs is not None:
         batches = chain([example_inputs], batches)
     if calibrates or example_inputs is not None:

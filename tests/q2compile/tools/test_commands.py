@@ -137,7 +137,7 @@ def test_without_a_command_the_help_is_printed(capsys):
 
 
 @pytest.mark.parametrize(
-    ("word", "near"), [("exprot", "export"), ("docter", "doctor"), ("xyz", "")]
+    ("word", "near"), [("exporrt", "export"), ("docter", "doctor"), ("xyz", "")]
 )
 def test_a_misspelled_command_gets_the_nearest(capsys, word, near):
     with pytest.raises(SystemExit) as end:

@@ -279,8 +279,10 @@ def test_the_class_that_was_saved(task: str, tmp_path: Path) -> None:
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter))
     model.save_pretrained(tmp_path / "trained")
+    (tmp_path / "trained" / "preprocessor_config.json").write_text('{"size": 32}')
     out = tmp_path / "out"
     assert cli.main(["export", str(tmp_path / "trained"), str(out), "--recipe", "quartet2"]) == 0
+    assert (out / "preprocessor_config.json").read_text() == '{"size": 32}'
     said = json.loads((out / "q2compile_export.json").read_text())
     assert len(said["layers"]) == count
     weight = model.get_parameter(f"{head}.weight")

@@ -118,6 +118,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         {"activations": "static", "calibration": X},
         "calibration: got a Tensor in the place of batches",
     ),
+    "batches for a batch": (
+        plain,
+        {"example_inputs": iter([X])},
+        "example_inputs: got a list_iterator; allowed: one batch",
+    ),
     "a name of the format": (with_scale, {}, "of its own that is called 'q_proj.weight_scale'"),
     "a parameter that is no module's weight": (
         lambda: nn.MultiheadAttention(64, 4).bfloat16(),

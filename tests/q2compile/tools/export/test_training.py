@@ -243,6 +243,15 @@ def test_parameters_that_are_multiplied_in_parts(tmp_path: Path) -> None:
     assert len({q2compile.quantize(p.bfloat16(), SCHEME).global_scale for p in w.chunk(3)}) > 1
 
 
+def test_projections_of_cross_attention(tmp_path: Path) -> None:
+    """Of one parameter, q is multiplied apart from k and v: parts that split() returns."""
+    model = nn.MultiheadAttention(64, 4, batch_first=True)
+    q, kv = torch.randn(2, 8, 64).bfloat16(), torch.randn(2, 16, 64).bfloat16()
+    _, found = exported_plain(model, (q, kv, kv), tmp_path / "out")
+    parts = [dequantized(part, SCHEME) for part in model.in_proj_weight.split([64, 128])]
+    assert torch.equal(found["in_proj_weight"], torch.cat(parts))
+
+
 def test_weights_stored_transposed_and_by_hand(tmp_path: Path) -> None:
     model, inputs = zoo.by_hand()
     inputs = {name: t.bfloat16() for name, t in inputs.items()}
