@@ -421,6 +421,11 @@ def _config_file_stamp() -> tuple[str, int, int] | None:
     return path, status.st_mtime_ns, status.st_size
 
 
+def is_config_file_named() -> bool:
+    """Whether the environment names a file of options."""
+    return bool(os.environ.get(CONFIG_FILE_VARIABLE))
+
+
 def _read_config_file() -> Mapping[str, Any]:
     """The mapping in the file that the environment names; {} when none is named."""
     path = os.environ.get(CONFIG_FILE_VARIABLE)

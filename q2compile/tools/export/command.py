@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import os
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from q2compile.config import CONFIG_FILE_VARIABLE
+from q2compile.config import is_config_file_named
 from q2compile.errors import ConfigError
 from q2compile.tools.export.export import export
 from q2compile.tools.export.formats import STATIC
@@ -40,7 +39,7 @@ def run(arguments: Namespace) -> int:
         model, batches, _ = built(checkpoint)
         beside = None
     else:
-        known = options is not None or bool(os.environ.get(CONFIG_FILE_VARIABLE))
+        known = options is not None or is_config_file_named()
         model, beside = _loaded(Path(checkpoint), known)
         batches = None
     calibrates = arguments.activations == STATIC and arguments.telemetry is None

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,7 +11,7 @@ from torch import nn
 
 from q2compile.backend import quartet2
 from q2compile.capture.module_names import expected_sites, loose_weights, plain_name
-from q2compile.config import CONFIG_FILE_VARIABLE, Config
+from q2compile.config import Config, is_config_file_named
 from q2compile.errors import ConfigError
 from q2compile.recipes.policy import over_layers
 from q2compile.report.compiled_options import options_of
@@ -35,7 +34,7 @@ def options_of_training(model: nn.Module, given: Mapping[str, Any] | Config | No
         )
     if found:
         return _of_weights(found[0])
-    if os.environ.get(CONFIG_FILE_VARIABLE):
+    if is_config_file_named():
         return _of_weights(Config.from_options())
     raise options_not_known(model)
 

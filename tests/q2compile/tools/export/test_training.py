@@ -244,7 +244,7 @@ def test_parameters_that_are_multiplied_in_parts(tmp_path: Path) -> None:
 
 
 def test_projections_of_cross_attention(tmp_path: Path) -> None:
-    """Of one parameter, q is multiplied apart from k and v: parts that split() returns."""
+    """Its parameter is multiplied in two parts, q apart from k and v, as split() returns them."""
     model = nn.MultiheadAttention(64, 4, batch_first=True)
     q, kv = torch.randn(2, 8, 64).bfloat16(), torch.randn(2, 16, 64).bfloat16()
     _, found = exported_plain(model, (q, kv, kv), tmp_path / "out")
