@@ -7,26 +7,31 @@ torch.compile as a function leaves nothing in the model that it runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
-from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from q2compile.capture.module_tree import unwrapped
+from q2compile.capture.module_names import Names
+from q2compile.capture.module_tree import named_modules, unwrapped
 from q2compile.config import Config
 
-_by_model: Any = WeakIdKeyDictionary()  # model -> its Configs, in the order that they came
+# model -> [(Config, place)], in the order that they came
+_by_model: Any = WeakIdKeyDictionary()
 
 
-def note(models: Iterable[nn.Module], config: Config) -> None:
-    """A graph of ``models`` was compiled with ``config``."""
-    for model in models:
+def note(names: Names, config: Config) -> None:
+    """A graph was compiled with ``config``: of the models in ``names``, and of the module whose
+    frame Dynamo compiled."""
+    models = list(names.models.items())
+    if names.root is not None and names.prefix:
+        models += [(names.place, m) for n, m in named_modules(names.root) if n == names.prefix]
+    for place, model in models:
         known = _by_model.setdefault(unwrapped(model), [])
-        if config not in known:
-            known.append(config)
+        if (config, place) not in known:
+            known.append((config, place))
 
 
-def options_of(model: nn.Module) -> list[Config]:
-    """All options that graphs of ``model`` were compiled with in this process."""
+def options_of(model: Any) -> list[tuple[Config, str]]:
+    """The options of all graphs of ``model`` in this process, each with the place of the model: the
+    text that the names of its sites began with."""
     return list(_by_model.get(unwrapped(model), ()))

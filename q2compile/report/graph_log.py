@@ -122,7 +122,7 @@ class GraphLog:
         """
         if collector.get() is None:  # `explain` compiles for its report alone
             expect.compiled(self._rows, names.held, names.root)
-            compiled_options.note(names.models.values(), self._config)
+            compiled_options.note(names, self._config)
         if not self._config.strict:
             return compiled
         if compiles_ahead_of_time():

@@ -25,7 +25,8 @@ def options_of_training(model: nn.Module, given: Mapping[str, Any] | Config | No
     file that the environment names. Raises ConfigError if there are none, or several."""
     if given is not None:
         return _of_weights(Config.from_options(given))
-    found = _of_compiled_modules(model) or options_of(model)
+    known = options_of(model)
+    found = _of_compiled_modules(model) or [config for config, _ in known]
     found = list({config.resolved_policy: config for config in found}.values())
     if len(found) > 1:
         raise ConfigError(
@@ -33,10 +34,22 @@ def options_of_training(model: nn.Module, given: Mapping[str, Any] | Config | No
             "pass options= with one policy for the whole model"
         )
     if found:
+        _check_names({place for _, place in known}, found[0])
         return _of_weights(found[0])
     if is_config_file_named():
         return _of_weights(Config.from_options())
     raise options_not_known(model)
+
+
+def _check_names(places: set[str], config: Config) -> None:
+    """Raises ConfigError if the policy knows the model's layers by longer names than here."""
+    if places and "" not in places and config.resolved_policy.rules:
+        raise ConfigError(
+            f"export: in the training the names of this model's layers began with {min(places)!r}, "
+            "because a larger module or a function of several models ran it, and the policy goes "
+            "by those names. Export the larger module, or pass options= with names as they are "
+            "here"
+        )
 
 
 def _of_weights(config: Config) -> Config:

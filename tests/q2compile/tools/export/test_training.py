@@ -91,6 +91,31 @@ def test_options_of_a_compiled_step(tmp_path: Path) -> None:
         q2compile.export(new_model(), tmp_path / "other", **inputs)
 
 
+@pytest.mark.parametrize("around", ["function of two models", "larger module"])
+def test_a_policy_of_longer_names(around: str, tmp_path: Path) -> None:
+    """Training kept the head in bf16, by a name that the exported model does not have."""
+    student, teacher = new_model(), new_model(seed=1)
+    inputs = {"example_inputs": batch()[0], "autocast": torch.bfloat16, "format": "safetensors"}
+    options = {**EAGER, "policy": {"student.head": "bf16"}, "strict": True}
+    if around == "larger module":
+        larger = nn.ModuleDict({"student": student})
+        larger.forward = lambda tokens: larger["student"](tokens)  # type: ignore[method-assign]
+        student.compile(backend="quartet2", options=options)
+        larger(batch()[0]).sum().backward()
+    else:
+
+        def step(tokens: Tensor) -> Tensor:
+            return F.mse_loss(student(tokens), teacher(tokens))
+
+        torch.compile(step, backend="quartet2", options=options)(batch()[0]).backward()
+    with pytest.raises(ConfigError, match="began with 'student', because"):
+        q2compile.export(student, tmp_path / "out", **inputs)
+    done = q2compile.export(
+        student, tmp_path / "out", **inputs, options={"policy": {"head": "bf16"}}
+    )
+    assert "head.weight" not in done.layers
+
+
 def test_patterns_that_match_nothing(tmp_path: Path) -> None:
     inputs = {"example_inputs": batch()[0], "autocast": torch.bfloat16, "format": "safetensors"}
     options: dict[str, Any] = {"policy": {"model.head": "bf16"}}
