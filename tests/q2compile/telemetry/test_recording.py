@@ -14,7 +14,9 @@ from torch.utils.checkpoint import checkpoint
 import q2compile
 from q2compile.recipes.published import RECIPES
 from q2compile.runtime_kernels.numerics import constants
+from q2compile.telemetry import clock
 from q2compile.telemetry import folder as folders
+from q2compile.telemetry.into_graph import Layout
 from tests.q2compile.telemetry.training import (
     LINEARS,
     WIDTH,
@@ -308,6 +310,34 @@ def test_beside_compiled_autograd(tmp_path):
         train(model, compiled(model, tmp_path, every=2), steps=3)
     wanted = {o for o in all_operands(names(1)) if o[1] == "fprop"}
     assert operands(records(tmp_path), 0) == operands(records(tmp_path), 2) == wanted
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_under_another_default_dtype(dtype, tmp_path):
+    """The default dtype is that of a program's new tensors, and none of the recorder's."""
+    plain, own = tmp_path / "float32", tmp_path / "other"
+    for folder, default in ((plain, torch.float32), (own, dtype)):
+        torch.set_default_dtype(default)
+        try:
+            model = new_model(blocks=1, dtype=torch.float32)
+            with torch.no_grad():
+                for i, p in enumerate(model.parameters()):
+                    p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(i)))
+            train(model, compiled(model, folder), steps=2)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        torch._dynamo.reset()
+        clock.restart()
+    found = records(own)
+    assert operands(found, 1) == all_operands(names(1))
+    assert [r["format"] for r in found] == [r["format"] for r in records(plain)]
+
+
+def test_a_layout_can_stand_in_a_string_of_cpp():
+    """Inductor's C++ wrapper writes an argument that is a string into the source as it is."""
+    layout = Layout([(3, "fprop", "x")], [((3, "fprop", "x"), 0), ((-1, "wgrad", "dy"), 1)], [3])
+    assert not set(layout.text()) & set('"\\\n')
+    assert Layout.parse(layout.text()) == layout
 
 
 def test_files(tmp_path):
