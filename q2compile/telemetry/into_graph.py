@@ -75,8 +75,8 @@ class Layout:
         return 1 + max((index for _, index in self.rows), default=-1)
 
     def text(self) -> str:
-        """As an argument of an op. It has no double quotes, because Inductor writes such an argument
-        into a C++ string without escaping them."""
+        """As an argument of an op, without double quotes: Inductor's C++ wrapper does not escape
+        them."""
         return json.dumps(asdict(self)).replace('"', "'")
 
     @staticmethod

@@ -10,7 +10,7 @@ from pathlib import Path
 from q2compile.errors import ConfigError
 from q2compile.report.page.document import report_page
 from q2compile.report.read_dump import read_comparison, read_dump, read_run
-from q2compile.telemetry.read import is_telemetry, read_folder
+from q2compile.telemetry.read import is_telemetry, other_runs, read_folder
 from q2compile.tools.measure import measure
 
 _COMPARISON = "compare.json"  # as q2compile compare names it
@@ -45,8 +45,9 @@ def run_page(folder: str | Path, measured: bool = False) -> str:
     if dump is None and records is not None:
         if measured:
             raise ConfigError("--measure times the matmuls of a dump; this folder has none")
-        return report_page(name, [], [], {}, telemetry=telemetry, comparison=compared)
+        return report_page(name, [], _others(records), {}, telemetry=telemetry, comparison=compared)
     rows, notes, graphs = read_dump(dump or folder)
+    notes += [] if records is None else _others(records)
     if measured:
         measure(rows)
     known = rows, notes, graphs
@@ -65,6 +66,13 @@ def _home(folder: Path, holds: Callable[[Path], bool]) -> Path | None:
         names = ", ".join(str(home.relative_to(folder)) for home in homes)
         raise ConfigError(f"{folder}: {names} hold the same part of a run; keep one of them here")
     return homes[0] if homes else None
+
+
+def _others(records: Path) -> list[str]:
+    """A note that names what else was recorded, if anything was."""
+    others = ", ".join(str(records / name) for name in other_runs(records))
+    what = "other models or processes also recorded into this folder; give q2compile report"
+    return [f"{what} one of {others}"] if others else []
 
 
 def _has_dump(folder: Path) -> bool:

@@ -19,6 +19,7 @@ from q2compile.telemetry import folder as folders
 from q2compile.telemetry.into_graph import Layout
 from tests.q2compile.telemetry.training import (
     LINEARS,
+    PROGRAM,
     WIDTH,
     all_operands,
     batch,
@@ -362,32 +363,12 @@ def test_a_folder_that_cannot_be_made(tmp_path):
     """That is all that is said: at exit nothing follows about layers that were not called."""
     (tmp_path / "file").write_text("")
     model = new_model(blocks=1)
-    with pytest.raises(ValueError, match="telemetry: to: .*file.*is not a folder"):
-        compiled(model, tmp_path / "file")(batch(0, model))
-    assert not [path for _, path in folders._asked_for if path == tmp_path / "file"]
+    for name in ("file", "\ud800"):
+        with pytest.raises(ValueError, match="telemetry: to: .* is not a folder"):
+            compiled(model, tmp_path / name)(batch(0, model))
+    assert not [path for _, path in folders._State.asked_for if path == tmp_path / "file"]
 
 
-PROGRAM = """
-import sys
-import torch
-from tests.q2compile.telemetry.training import batch, compiled, new_model
-from pathlib import Path
-
-model = new_model(blocks=1)
-call = compiled(model, Path(sys.argv[1]))
-optimizer = torch.optim.SGD(model.parameters(), 1e-3, fused=True)
-for step in range(3):
-    if sys.argv[2] == "inference":
-        with torch.no_grad():
-            call(batch(0, model))
-        continue
-    call(batch(0, model)).sum().backward()
-    if sys.argv[2] == "raw writes":
-        for p in model.parameters():
-            p.data.sub_(p.grad, alpha=1e-3)
-    else:
-        optimizer.step()
-"""
 SAID = {
     "inference": "nothing was written to",
     "raw writes": "no optimizer step was seen in 3 training calls",
