@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import json
-import runpy
 import sys
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from q2compile.errors import ConfigError, shown
 from q2compile.tools.arguments import BUILT
 from q2compile.tools.compare.comparison import Comparison
 from q2compile.tools.compare.measure import compare
-from q2compile.tools.compare.measurements import check_budget
+from q2compile.tools.compare.measurements import ModuleError, check_budget
 
 
 def run(arguments: Namespace) -> int:
@@ -52,8 +52,7 @@ def run(arguments: Namespace) -> int:
         print(
             f"{len(chosen)} of {len(comparison.modules)} modules back to bf16, for "
             f"{arguments.budget:.0%} of the {arguments.of}; they make "
-            f"{sum(comparison.share(m) or 0.0 for m in chosen):.0%} of the gradient's squared "
-            "error:"
+            f"{_share(comparison, chosen):.0%} of the gradient's squared error:"
         )
     else:
         print(f"no module fits into {arguments.budget:.0%} of the {arguments.of}:")
@@ -61,16 +60,31 @@ def run(arguments: Namespace) -> int:
     missed = comparison.too_large(*limits)
     if missed is not None:
         worst, needs = missed
-        makes = f"{comparison.share(worst) or 0.0:.0%} of the gradient's squared error"
-        print(f"{worst.module} makes {makes} and costs more: --budget {needs:g} takes it")
-    print("wrote " + ", ".join(map(str, _written(arguments.out, comparison, options))))
+        one = len(worst) == 1
+        who = worst[0].module + ("" if one else f" and {len(worst) - 1} like it")
+        print(
+            f"{who} {'makes' if one else 'make'} {_share(comparison, worst):.0%} of the gradient's "
+            f"squared error and {'costs' if one else 'cost'} more: --budget {needs:g} takes "
+            f"{'it' if one else 'them'}"
+        )
+    data = {
+        **comparison.to_json(),
+        "limits": dict(zip(("budget", "of", "device"), limits, strict=True)),
+    }
+    print("wrote " + ", ".join(map(str, _written(arguments.out, comparison, data, options))))
     return 0
 
 
-def _written(folder: Path, comparison: Comparison, options: str) -> list[Path]:
+def _share(comparison: Comparison, modules: Sequence[ModuleError]) -> float:
+    return sum(comparison.share(m) or 0.0 for m in modules)
+
+
+def _written(
+    folder: Path, comparison: Comparison, data: Mapping[str, Any], options: str
+) -> list[Path]:
     """The files of a comparison; without the picture where matplotlib is not installed."""
     written = [folder / name for name in ("compare.json", "options.json", "compare.png")]
-    written[0].write_text(json.dumps(comparison.to_json(), indent=1), encoding="utf-8")
+    written[0].write_text(json.dumps(data, indent=1), encoding="utf-8")
     written[1].write_text(options, encoding="utf-8")
     try:
         comparison.draw(written[2])
@@ -104,7 +118,7 @@ def _function(where: str) -> Callable[[], Any]:
         )
     if home.endswith(".py"):
         sys.path.insert(0, str(Path(home).resolve().parent))  # as `python FILE.py` has it
-        found = runpy.run_path(home)
+        found = vars(_module_of(Path(home)))
     else:
         sys.path.insert(0, "")
         try:
@@ -117,3 +131,14 @@ def _function(where: str) -> Callable[[], Any]:
         names = [n for n, f in found.items() if callable(f) and f.__module__ == own]
         raise ConfigError(f"{home} has no function {name!r}; it has {', '.join(names) or 'none'}")
     return function
+
+
+def _module_of(file: Path) -> ModuleType:
+    """A program's file as a module with a name that can be imported: Dynamo does, for a model whose
+    forward uses a global name."""
+    name = file.stem if file.stem not in sys.modules else f"{file.stem}_{id(file):x}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None  # it ends in .py
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

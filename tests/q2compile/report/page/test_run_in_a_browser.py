@@ -77,9 +77,12 @@ def test_two_folders_with_the_same_part(run, part, tmp_path, capsys):
 def test_it_opens_with_what_hurts_and_policies_to_copy(opened):
     texts = opened.texts("#findings li")
     assert 2 <= len(texts) <= 4
-    assert texts[0].startswith(f"NaN or Inf came first in dy of dgrad of {UPS[2]}, at step 3.")
+    assert texts[0].startswith(
+        f"The first NaN or Inf appeared in dy of dgrad of {UPS[2]}, at step 3."
+    )
     codes = opened.texts("#findings code")
-    assert codes[0] == f'"policy": {{"{UPS[2]}": "bf16"}}'
+    in_force = '"head": "bf16", "*.down": {"dgrad": "bf16"}'
+    assert codes == [f'"policy": {{{in_force}, "{UPS[2]}": "bf16", "*.up": "bf16"}}']
     opened.click("#findings button", "Copy")
     said = opened.until(
         "const said = document.querySelector('#findings button').textContent;"
