@@ -74,12 +74,12 @@ def after(given: Mapping[str, Any], rules: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def total_size(modules: Iterable[Mapping[str, Any]], of: str, device: str) -> float:
-    """What a budget is a share of: the FLOPs, or the time, of all quantized matmuls."""
+    """The FLOPs, or the time, of all quantized matmuls: a budget is a share of it."""
     return sum(_size(m, of, device) for m in modules)
 
 
 def cost_of(module: Mapping[str, Any], of: str, device: str) -> float:
-    """What a module in bf16 takes from the budget."""
+    """The part of the budget that a module in bf16 uses up."""
     size = _size(module, of, device)
     return size if of == "flops" else max(0.0, module["bf16_microseconds"][device] - size)
 

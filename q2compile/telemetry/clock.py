@@ -37,7 +37,7 @@ class Clock:
 
     @property
     def number(self) -> int:
-        """Of the step that runs now."""
+        """The number of the step that runs now."""
         return self.counted if _Said.number is None else _Said.number
 
     def have_stepped(self) -> bool:

@@ -262,7 +262,7 @@ def flush() -> None:
 
 
 class _State:
-    """Of this process. A forked one inherits it, and tells its own by the process in the keys.
+    """The folders in use. A forked process inherits this, and knows its own by the process in keys.
 
     asked_for  the folders that options name
     models     folder -> the models that record into it, in order

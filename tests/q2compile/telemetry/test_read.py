@@ -38,7 +38,7 @@ def test_of_many_steps_some_are_shown(tmp_path):
 
 
 def test_a_later_run_replaces_what_an_earlier_one_recorded_of_its_steps(tmp_path):
-    """Of a training that is begun again nothing stays; of one that is resumed, what was before."""
+    """A training that begins again replaces all records; a resumed one keeps those before it."""
     start, later = {"event": "start"}, {**NONFINITE, "step": 4}
     earlier = [start, record(0), NONFINITE, later, record(4), record(4, "down")]
     written(tmp_path, *earlier, start, record(4, error=0.3), record(6, error=0.4))

@@ -200,7 +200,7 @@ def test_the_rules_that_are_in_force_come_first():
         ("layers.0.q", {"recipe": "nvfp4", "dgrad": "bf16", "wgrad": "bf16"}),
         ("lm_head", "bf16"),  # once, after what it is to win over
     ]
-    # Of two parts with policies of their own neither is repeated.
+    # Two parts with policies of their own: neither policy is repeated.
     made = findings(rows(), records, measured, operand_errors(records), [given, {}])
     (written,) = [f for f in made if f["policy"]]
     assert written["about"] == "Rules for the end of the policy of each part:"
