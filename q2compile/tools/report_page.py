@@ -79,8 +79,8 @@ def _home(folder: Path, holds: Callable[[Path], bool]) -> Path | None:
 def _others(records: Path) -> list[str]:
     """A note that names what else was recorded, if anything was."""
     others = ", ".join(str(records / name) for name in other_runs(records))
-    what = "other models or processes also recorded into this folder; give q2compile report"
-    return [f"{what} one of {others}"] if others else []
+    what = "other models or processes recorded into this folder, too; for a page of their records"
+    return [f"{what} name one of {others}"] if others else []
 
 
 def _has_dump(folder: Path) -> bool:
