@@ -59,13 +59,15 @@ MAY_IMPORT = {
     "compiler": ["config", "lowering", "passes", "runtime_kernels.kernel_states"]
     + ["runtime_kernels.ops", "runtime_kernels.registry"]
     + ["torch_internals", "weight_cache"],
-    "telemetry": ["capture", "passes", "recipes", "runtime_kernels", "torch_internals"],
+    "telemetry": ["capture", "passes", "recipes", "report.process_lock", "runtime_kernels"]
+    + ["torch_internals"],
     "telemetry.options": ["recipes.policy"],
     "weight_cache": ["capture", "linear", "recipes", "report.row", "runtime_kernels.numerics"]
     + ["torch_internals"],
     "report": ["capture", "config", "cost_model", "linear", "lowering", "passes", "recipes"]
     + ["runtime_kernels.ops", "runtime_kernels.registry", "torch_internals"],
     "report.page.assemble": [],
+    "report.process_lock": [],
     "failures": ["config", "torch_internals"],
     "capture": ["linear.tensor_parallel", "torch_internals"],
     "linear": ["recipes", "runtime_kernels", "torch_internals"],

@@ -76,13 +76,15 @@ def picture(
 
 
 def table(results: Sequence[Result]) -> str:
-    """A line a run; gaps, by seed, and ratios are to the first one."""
+    """One line per run; gaps, by seed, and ratios are to the first one. On a CPU there is no ratio
+    of times, since the runs follow each other and whatever else the machine does decides it."""
     named = by_name(results)
     first = next(iter(named))
     found = gaps(results, [(name, first) for name in named])
     width = max(12, *(len(name) + 2 for name in named))
     header = f"{'recipe':<{width}}{'seeds':>6}{'val loss':>10}{'gap':>25}{'s/step':>10}{'ratio':>8}"
     lines = [header + f"{'tokens/s':>11}{'peak GiB':>10}{'first step, s':>15}"]
+    on_cpu = any(str(r.setup.get("device")).startswith("cpu") for r in results)
     step = median(named[first], "step_seconds")
     for name, runs in named.items():
         gap = found.get((name, first))
@@ -91,12 +93,13 @@ def table(results: Sequence[Result]) -> str:
         lines.append(
             f"{name:<{width}}{len(runs):>6}{mean(r.val_loss for r in runs):>10.4f}"
             f"{shown:>25}{median(runs, 'step_seconds'):>10.4f}"
-            f"{median(runs, 'step_seconds') / step:>8.2f}"
+            f"{'-' if on_cpu else format(median(runs, 'step_seconds') / step, '.2f'):>8}"
             f"{median(runs, 'tokens_per_second'):>11,.0f}"
             f"{median(runs, 'peak_bytes') / 2**30:>10.2f}"
             f"{max(r.first_step_seconds for r in runs):>15.1f}"
         )
-    lines.append(f"(gap and ratio: to {first}, gaps paired by seed; the first step compiles)")
+    what = "gap" if on_cpu else "gap and ratio"
+    lines.append(f"({what}: to {first}, gaps paired by seed; the first step compiles)")
     return "\n".join(lines)
 
 

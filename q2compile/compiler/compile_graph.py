@@ -24,6 +24,7 @@ from q2compile.torch_internals.aot_autograd import (
     aot_eager_compile,
     backward_at_once,
     checkpoints_left_on_error,
+    compiles_buckets,
 )
 from q2compile.torch_internals.dynamo import called_graphs, copied, forget_arguments
 from q2compile.torch_internals.inductor import (
@@ -66,7 +67,8 @@ def compile_graph(
     if gathered and gathered.takes_codes and config.uses_cuda_graphs:
         config = replace(config, inductor={**config.inductor, "triton.cudagraphs": False})
     one = partial(_compiled, config=config, parameters=parameters, fault=fault)
-    at_once = backward_at_once(config.on_error == "bf16")
+    two_backwards = instrumentation is not None and compiles_buckets()
+    at_once = backward_at_once(config.on_error == "bf16" or two_backwards)
     with checkpoints_left_on_error(), at_once:
         if gathered:
             return _of_gathered(gm, example_inputs, config, one, watcher, instrumentation, gathered)

@@ -32,13 +32,9 @@ from typing import TextIO
 
 from q2compile.errors import ConfigError, shown
 from q2compile.report.graph_record import GraphRecord
+from q2compile.report.process_lock import locked
 from q2compile.report.report import Report
 from q2compile.torch_internals.ranks import process_rank, world_size
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 _MARKER = ".q2compile"
 _RUN = "run.json"
@@ -141,23 +137,10 @@ def _remove_old(path: Path) -> None:
 
 
 def _locked(marker: Path) -> TextIO | None:
-    """The open file, locked for as long as this process lives; None if another process has it.
-
-    A lock of the POSIX kind: a forked process does not inherit it, a killed one loses it, and so
-    does one that opens and closes the file again.
-    """
+    """The open file, which says what the folder is; None if another process has it."""
     with _os_errors_as_config_errors(marker):
-        file = _linkless(marker).open("a", encoding="utf-8")
-    try:
-        if fcntl is not None:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        file.close()
-        return None
-    except OSError:  # a file system without locks: not known
-        pass
-    with _os_errors_as_config_errors(marker):
-        if file.tell() == 0:
+        file = locked(_linkless(marker))
+        if file is not None and file.tell() == 0:
             file.write("written by q2compile; its dumps are replaced on the next run\n")
             file.flush()
     return file

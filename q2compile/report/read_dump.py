@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from types import NoneType
@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from q2compile.errors import ConfigError, shown
 from q2compile.passes.record import PassRecord
+from q2compile.recipes.published import RECIPES
 from q2compile.recipes.recipe import GEMMS
 from q2compile.report.page.headline import headline
 from q2compile.report.row import Row, cells
@@ -60,6 +61,25 @@ def read_comparison(path: Path) -> dict[str, Any]:
     return _parsed(path, _checked_comparison, "measure again, with q2compile compare")
 
 
+def rows_of_comparison(comparison: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a page that shows a comparison without a dump: its modules, and what was left."""
+    name = comparison["recipe"]
+    gemms = dict(zip(GEMMS, RECIPES[name].texts(), strict=True)) if name in RECIPES else {}
+    rows = [Row(module, (), why=why) for module, why in comparison.get("left", {}).items()]
+    for module in comparison["modules"]:
+        sizes = str(module.get("shape", "")).split("×")
+        row = Row(module["module"], tuple(int(n) if n.isdigit() else n for n in sizes))
+        row.taken, row.recipe, row.flops = True, name, module["flops"]
+        row.predicted = {
+            device: {"microseconds": own, "bf16_microseconds": module["bf16_microseconds"][device]}
+            for device, own in module.get("microseconds", {}).items()
+        }
+        for gemm, text in gemms.items():
+            setattr(row, gemm, text)
+        rows.append(row)
+    return [row.to_json() for row in rows]
+
+
 def _checked_run(text: str) -> dict[str, Any]:
     run: dict[str, Any] = json.loads(text)
     _ = "".join(run["versions"].values()), [options.items() for options in run["options"]]
@@ -71,6 +91,9 @@ def _checked_comparison(text: str) -> dict[str, Any]:
     for module in comparison["modules"]:
         _ = module["module"] + "", module["share"]
         _ = [float(module[key] or 0) for key in (*GEMMS, "share", "flops")]
+    _ = comparison["recipe"] + "", [*comparison.get("policy", {}).items()]
+    _ = 0.0 + comparison.get("limits", {"budget": 0.0})["budget"]
+    rows_of_comparison(comparison)
     return comparison
 
 

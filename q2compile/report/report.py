@@ -8,8 +8,11 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch.utils.weak import WeakIdKeyDictionary
+
 from q2compile.cost_model.devices import ASSUMPTIONS, DEVICES
 from q2compile.report.graph_record import GraphRecord
+from q2compile.report.model_rows import layers, of_model
 from q2compile.report.page.document import report_page
 from q2compile.report.printable import one_line, printable
 from q2compile.report.row import COLUMNS, Row, cells
@@ -35,10 +38,15 @@ class Report:
         self.graph_files: dict[int, dict[str, str]] = {}  # number -> what its dump would hold
         self.run = RunFacts()
         self._coverages: list[Coverage] = []
+        self._models: Any = WeakIdKeyDictionary()  # model -> its number
         self._closed: tuple[list[Row], list[str]] | None = None
 
     def add(self, rows: list[Row], coverage: Coverage) -> None:
         """The rows of one more compiled graph."""
+        root = coverage.root()
+        number = self._models.setdefault(root, len(self._models)) if root is not None else 0
+        for row in rows:
+            row.model = number
         self.compiled_rows += rows
         self.graphs += 1
         self.add_coverage(coverage)
@@ -74,7 +82,7 @@ class Report:
         known = dict.fromkeys(note for c in self._coverages for note in c.notes())
         on_gpu = any(row.device.startswith("cuda") for row in self.rows)
         notes = [*left_out(), *(emulated() if on_gpu else ()), *preferences(), *known]
-        return [*self.faults, *notes, *_predictions(self.rows)]
+        return [*self.faults, *notes, *_predictions(of_model(row.to_json() for row in self.rows))]
 
     def close(self) -> None:
         """Nothing more will come: keep what is known of the model, which may go away."""
@@ -92,14 +100,15 @@ class Report:
         return page
 
     def summary(self) -> str:
-        rows = self.rows
-        weights = sum(r.has_parameter for r in rows)
+        rows = of_model(self.to_json())
+        weights = [row for row in layers(rows) if row["has_parameter"]]
+        taken = sum(row["taken"] for row in weights)
         text = (
-            f"{sum(r.taken for r in rows)} of {weights} matmuls with a weight taken; "
-            f"{len(rows) - weights} matmuls without one; {self.graphs} graph(s)"
+            f"{taken} of {len(weights)} matmuls with a weight taken; "
+            f"{len(layers(rows)) - len(weights)} matmuls without one; {self.graphs} graph(s)"
         )
         size, elements = (
-            sum(getattr(r, f"saved_{what}") or 0 for r in rows) for what in ("bytes", "elements")
+            sum(row[f"saved_{what}"] or 0 for row in rows) for what in ("bytes", "elements")
         )
         if not elements:
             return text
@@ -119,10 +128,10 @@ class Report:
 collector: ContextVar[Report | None] = ContextVar("q2compile_report", default=None)
 
 
-def _predictions(rows: list[Row]) -> list[str]:
+def _predictions(rows: list[dict[str, Any]]) -> list[str]:
     """The predicted time of all that is taken, and what it stands on; [] without a prediction."""
-    predicted = [row for row in rows if row.predicted]
-    taken = [row.predicted for row in predicted if row.taken]
+    predicted = [row for row in rows if row["predicted"]]
+    taken = [row["predicted"] for row in predicted if row["taken"]]
     notes = [ASSUMPTIONS] if predicted else []
     if taken:
         of_bf16 = []

@@ -52,6 +52,9 @@ class Row:
     calls         GEMM -> op -> how often it is called for this matmul alone, before any is shared
     scope         the module whose code holds the matmul, where it has no parameter to name it
     measured      {"device", "microseconds", "bf16_microseconds"} where it was timed, else {}
+    training      whether its graph was compiled for training, not under no_grad
+    served        equal modules that Dynamo runs with the same graph; they have no rows of their own
+    model         a number for each model in the report
     source        [file, line, code] of the matmul in the model's source; [] where it is not known
     """
 
@@ -83,6 +86,9 @@ class Row:
     measured: dict[str, Any] = field(default_factory=dict)
     scope: str = ""
     source: list[Any] = field(default_factory=list)
+    training: bool = True
+    served: list[str] = field(default_factory=list)
+    model: int = 0
 
     def to_json(self) -> dict[str, Any]:
         row = {f.name: getattr(self, f.name) for f in fields(self)}  # asdict would copy symbols

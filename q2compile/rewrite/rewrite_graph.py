@@ -132,6 +132,8 @@ def _row(found: Matmul | NotTaken, names: Names) -> Row:
     name = names.of(parameter, found.node) if parameter is not None else f"<{found.node.name}>"
     value = found.node.meta.get("example_value")
     row = Row(name, (), found.spelling, has_parameter=parameter is not None)
+    row.training = torch.is_grad_enabled()
+    row.served = names.served_too(parameter) if parameter is not None else []
     row.scope = names.scope(found.node) if parameter is None else ""
     if stack := stack_of(found.node):
         row.source = [stack[-1].file, stack[-1].line, stack[-1].code]

@@ -23,5 +23,5 @@ def recorder_of(
     from q2compile.telemetry import folder, of_graph
 
     recorder = of_graph.recorder_of(gm, options, rows, names)
-    folder.asked_for(options)  # not where the folder can't be made, which raises
+    folder.make(options)  # also where nothing is recorded, which is said at exit
     return recorder

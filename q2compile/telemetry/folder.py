@@ -10,7 +10,10 @@ telemetry/
     tensorboard/rank0/   events, where TensorBoard is installed
 
 Every rank writes files of its own, of what it computes: its shards, its tokens. A run that finds a
-folder of an earlier one goes on in its files, as a resumed training does.
+folder of an earlier one goes on in its files, as a resumed training does; readers drop what the
+earlier run recorded of the same and of later steps. What would mix with the records of another
+training that goes on goes to a folder inside this one: process<pid>/ while another process writes
+here, and model2/, model3/ ... for further models of this process.
 """
 
 from __future__ import annotations
@@ -29,11 +32,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from q2compile.errors import ConfigError
+from q2compile.errors import ConfigError, shown
 from q2compile.recipes.recipe import Operand
+from q2compile.report.process_lock import locked
 from q2compile.runtime_kernels.numerics.statistics import FIELDS, SUMS, statistics
 from q2compile.runtime_kernels.ops.gaussian import gaussian_error
-from q2compile.telemetry import clock
+from q2compile.telemetry.clock import Clock, calls_without_a_step
 from q2compile.telemetry.copies import HostCopy
 from q2compile.telemetry.options import TelemetryOptions
 from q2compile.telemetry.watch import EVERY, Finding, Watch
@@ -92,11 +96,13 @@ class Folder:
     """One folder; every graph of the process that records into it shares it (`get`)."""
 
     # A forked process inherits the table, not the folders.
-    _open: dict[tuple[int, str, TelemetryOptions], Folder] = {}
+    _open: dict[tuple[int, str, TelemetryOptions, Clock], Folder] = {}
 
-    def __init__(self, options: TelemetryOptions) -> None:
-        self.path = Path(options.to).absolute()
+    def __init__(self, options: TelemetryOptions, inside: str = "") -> None:
+        self.base = Path(options.to).absolute()
+        self.path = self.base / inside
         self.options = options
+        self._shown = str(Path(options.to) / inside) if inside else options.to
         self._recorders: weakref.WeakSet[Any] = weakref.WeakSet()
         self._waiting: deque[Record] = deque()
         self._watch = Watch()
@@ -105,22 +111,18 @@ class Folder:
         self._csv: CsvFile | None = None
         self._tensorboard: Tensorboard | None = None
         self._last: dict[tuple[str, ...], Row] = {}  # operand -> its last record with an error
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"telemetry: to: {self.path} is not a folder and can't be created: {error}"
-            ) from None
+        _make(self.path)
 
     @property
     def has_written(self) -> bool:
         return self._started
 
     @classmethod
-    def get(cls, options: TelemetryOptions) -> Folder:
-        key = (os.getpid(), str(Path(options.to).absolute()), options)
+    def get(cls, options: TelemetryOptions, clock: Clock) -> Folder:
+        """That of one model."""
+        key = (os.getpid(), str(Path(options.to).absolute()), options, clock)
         if key not in cls._open:
-            cls._open[key] = cls(options)
+            cls._open[key] = cls(options, _inside(options, clock))
         return cls._open[key]
 
     def join(self, recorder: Any) -> None:
@@ -176,7 +178,9 @@ class Folder:
         lines: list[Row] = []
         if not self._started:
             self._start(rank)
-            lines.append(self._header(rank))
+            if self.path not in _State.begun:  # by other options for the same model
+                _State.begun.add(self.path)
+                lines.append(self._header(rank))
         lines += rows
         if finding is not None:
             lines.append(_event(finding))
@@ -236,7 +240,7 @@ class Folder:
         return (
             f"worst operand: {row['operand']} of {row['gemm']} of {row['module']}, relative error "
             f"{row['relative_error']:.3f} at step {row['step']}, {ratio:.2f} times that of "
-            f"Gaussian data; q2compile report {shlex.quote(self.options.to)} shows all"
+            f"Gaussian data; q2compile report {shlex.quote(self._shown)} shows all"
         )
 
 
@@ -257,19 +261,74 @@ def flush() -> None:
             folder.flush()
 
 
-# A forked process inherits the table; its parent says what is in it.
-_asked_for: dict[tuple[int, Path], None] = {}
+class _State:
+    """The folders in use. A forked process inherits this, and knows its own by the process in keys.
+
+    asked_for  the folders that options name
+    models     folder -> the models that record into it, in order
+    locks      folder -> the lock of its files, None while another process has it
+    begun      folders whose files this process writes to
+    """
+
+    asked_for: dict[tuple[int, Path], None] = {}
+    models: dict[tuple[int, Path], list[Clock]] = {}
+    locks: dict[tuple[int, Path], Any] = {}
+    begun: set[Path] = set()
 
 
-def asked_for(options: TelemetryOptions) -> None:
-    """A graph was compiled with these options."""
-    _asked_for[os.getpid(), Path(options.to).absolute()] = None
+def make(options: TelemetryOptions) -> None:
+    """A graph was compiled with these options. Raises ConfigError where their folder can't be."""
+    path = Path(options.to).absolute()
+    _make(path)
+    _State.asked_for[os.getpid(), path] = None
+
+
+def _make(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:  # a surrogate, which no file system takes
+        raise ConfigError(
+            f"telemetry: to: {shown(str(path))[1:-1]} is not a folder and can't be created: {error}"
+        ) from None
+
+
+def _inside(options: TelemetryOptions, clock: Clock) -> str:
+    """Where in the folder a model's records go, "" for the folder itself."""
+    path = Path(options.to).absolute()
+    key = os.getpid(), path
+    if key not in _State.locks:
+        _State.locks[key] = locked(path / f".rank{process_rank()}")
+        if _State.locks[key] is None:
+            warnings.warn(
+                f"q2compile: telemetry: another process records into {path}; the records of this "
+                f"one go to {path / _process()}",
+                TelemetryWarning,
+                stacklevel=2,
+            )
+    own = Path() if _State.locks[key] else Path(_process())
+    models = _State.models.setdefault(key, [])
+    if clock not in models:
+        models.append(clock)
+    number = 1 + models.index(clock)
+    if number == 1:
+        return "" if own == Path() else str(own)
+    inside = str(own / f"model{number}")
+    LOG.info("q2compile: telemetry: the records of another model go to %s", path / inside)
+    return inside
+
+
+def _process() -> str:
+    return f"process{os.getpid()}"
 
 
 def forget() -> None:
     """As in a new process: no folder is in use."""
     Folder._open.clear()
-    _asked_for.clear()
+    for lock in _State.locks.values():
+        if lock is not None:
+            lock.close()
+    for known in (_State.asked_for, _State.models, _State.locks, _State.begun):
+        known.clear()
 
 
 def _at_exit() -> None:
@@ -277,17 +336,17 @@ def _at_exit() -> None:
     for (process, *_), folder in Folder._open.items():
         if process == os.getpid() and (worst := folder.worst()):
             LOG.info("q2compile: telemetry: %s", worst)
-    for process, path in _asked_for:
+    for process, path in _State.asked_for:
         if process != os.getpid():
             continue
-        if not any(f.path == path and f.has_written for f in Folder._open.values()):
+        if not any(f.base == path and f.has_written for f in Folder._open.values()):
             warnings.warn(
                 f"q2compile: telemetry: nothing was written to {path}: training called no "
                 "quantized linear layer that the option's modules name",
                 TelemetryWarning,
                 stacklevel=1,
             )
-        elif (calls := clock.calls_without_a_step()) > 1:
+        elif (calls := calls_without_a_step()) > 1:
             warnings.warn(
                 f"q2compile: telemetry: {path}: no optimizer step was seen in {calls} training "
                 "calls, so all belong to step 0; call q2compile.telemetry.step() after each step",

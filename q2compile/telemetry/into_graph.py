@@ -75,14 +75,16 @@ class Layout:
         return 1 + max((index for _, index in self.rows), default=-1)
 
     def text(self) -> str:
-        return json.dumps(asdict(self))
+        """As an argument of an op, without double quotes: Inductor's C++ wrapper does not escape
+        them."""
+        return json.dumps(asdict(self)).replace('"', "'")
 
     @staticmethod
     @cache
     def parse(text: str) -> Layout:
         """The layout that `text` wrote. Cached, since a graph that runs on the host notes in every
         step."""
-        found = json.loads(text)
+        found = json.loads(text.replace("'", '"'))
         return Layout(
             [(salt, gemm, role) for salt, gemm, role in found["marks"]],
             [((salt, gemm, role), index) for (salt, gemm, role), index in found["rows"]],

@@ -14,7 +14,6 @@ from q2compile.capture.module_names import Names, site_name
 from q2compile.capture.views import example
 from q2compile.recipes.recipe import parse
 from q2compile.runtime_kernels.numerics.statistics import CODES_SAMPLE, GROUP, sample_of
-from q2compile.telemetry.folder import Folder
 from q2compile.telemetry.options import TelemetryOptions
 from q2compile.telemetry.recorder import Recorder, Site
 from q2compile.torch_internals.dynamo import called_graphs, parameter_of
@@ -63,10 +62,7 @@ def recorder_of(
         return None
     inputs = gm.graph.find_nodes(op="placeholder")
     parameters = [i for i, node in enumerate(inputs) if parameter_of(node) is not None]
-    folder = Folder.get(options)
-    recorder = Recorder(next(_recorder_numbers), sites, parameters, device, options, folder)
-    folder.join(recorder)
-    return recorder
+    return Recorder(next(_recorder_numbers), sites, parameters, device, options, names.root)
 
 
 def _served(names: Names) -> dict[str, list[str]]:

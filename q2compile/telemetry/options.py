@@ -80,7 +80,7 @@ def _check(values: dict[str, Any]) -> None:
     if isinstance(values.get("to"), os.PathLike):
         values["to"] = os.fspath(values["to"])
     to = values.get("to", "telemetry/")
-    if not isinstance(to, str) or not to:
+    if not isinstance(to, str) or not to or "\0" in to:
         raise ConfigError(f"to: got {shown(to)}; allowed: a folder's path")
     for name in ("csv", "tensorboard"):
         if not isinstance(values.get(name, True), bool):

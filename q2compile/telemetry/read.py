@@ -17,6 +17,7 @@ from q2compile.runtime_kernels.ops.gaussian import gaussian_error
 
 STATISTICS = (*FIELDS, "changed")
 MOST_STEPS = 240  # of a curve: a page has some 100 pixels for it in the overview
+_NAMES = ("module", "gemm", "operand", "format")
 _FILE = re.compile(r"rank(\d+)\.jsonl")
 
 
@@ -40,8 +41,8 @@ def read_folder(folder: Path) -> dict[str, Any]:
         nonfinite  [{"rank", "step", "module", "gemm", "operand"}]: each rank's first
         last       the last step that was recorded, null without one
 
-    Of a step that was recorded twice, by a run that was resumed, the later record counts. A last
-    line that was cut off is left out.
+    A run that went on in the files of an earlier one replaces what that recorded of its first step
+    and later. A last line that was cut off is left out.
 
     Raises ValueError for a file with anything else in it.
     """
@@ -50,11 +51,11 @@ def read_folder(folder: Path) -> dict[str, Any]:
     for path in sorted(folder.iterdir()):
         if match := _FILE.fullmatch(path.name):
             rank = int(match.group(1))
-            for line in records_of(path):
+            for line in _of_last_run(lines_of(path)):
                 if line.get("event") == "nonfinite":
                     nonfinite.append({"rank": rank, **line})
                 elif "event" not in line:
-                    key = (rank, *(line[k] for k in ("module", "gemm", "operand", "format")))
+                    key = (rank, *(line[k] for k in _NAMES))
                     records.setdefault(key, {})[line["step"]] = line
     recorded = sorted({step for by_step in records.values() for step in by_step})
     steps = _spread(recorded)
@@ -69,19 +70,47 @@ def read_folder(folder: Path) -> dict[str, Any]:
     }
 
 
-def records_of(path: Path) -> list[dict[str, Any]]:
-    """The records of one rank's file. A last line that was cut off is left out, since the process
-    may have been killed while it wrote. Raises ConfigError for any other line that is no record."""
-    texts = path.read_text(encoding="utf-8").splitlines()
+def other_runs(folder: Path) -> list[str]:
+    """The folders inside this one that have the records of other models or processes."""
+    if not folder.is_dir():
+        return []
+    inside = [path for path in folder.glob("*/") if is_telemetry(path)]
+    inside += [path for path in folder.glob("process*/*/") if is_telemetry(path)]
+    return sorted(str(path.relative_to(folder)) for path in inside)
+
+
+def _of_last_run(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    kept: list[dict[str, Any]] = []
+    starts = False
+    for line in lines:
+        if line.get("event") == "start":
+            starts = True
+        elif "step" in line:
+            if starts:
+                kept = [one for one in kept if one["step"] < line["step"]]
+            kept.append(line)
+            starts = False
+    return kept
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """The lines of a rank's file, without a last one that was cut off. Raises ValueError for a file
+    with anything else in it."""
+    try:
+        texts = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; telemetry writes a file of records") from None
     found = []
     for number, text in enumerate(texts, start=1):
         try:
             line = json.loads(text)
             if "event" not in line:
                 _ = int(line["step"]), [float(line[s] or 0) for s in STATISTICS]
-                _ = [str(line[k]) for k in ("module", "gemm", "operand", "format")]
+                _ = gaussian_error(Operand.parse(line["format"]).scheme)
+            if line.get("event", "nonfinite") == "nonfinite":
+                _ = [line[k] + "" for k in ("module", "gemm", "operand")], line["step"] + 0
             found.append(line)
-        except (ValueError, TypeError, LookupError, RecursionError) as error:
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             if number == len(texts):  # the process was ended while it wrote
                 break
             raise ConfigError(

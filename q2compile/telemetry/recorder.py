@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from q2compile.recipes.recipe import Recipe
 from q2compile.runtime_kernels.numerics import constants
@@ -38,6 +38,7 @@ from q2compile.telemetry.options import TelemetryOptions
 from q2compile.telemetry.watch import STEPS, Finding
 from q2compile.torch_internals.aot_autograd import (
     backward_node,
+    calls_on_fakes,
     compiles_autograd,
     computes_again,
 )
@@ -45,6 +46,8 @@ from q2compile.torch_internals.aot_autograd import (
 KINDS = ("forward", "backward")
 _OPERANDS = 8  # of one linear, at most, in one graph
 _MOST_LAYERS = 1024  # that a graph serves; where parameters are made anew in each call, more come
+_MOST_SEARCHED = 64  # callers for whose optimizer all objects are searched
+_NOBODY = (lambda: None, None, 0)
 
 
 @dataclass(frozen=True)
@@ -76,13 +79,29 @@ class _Memory:
 
 
 @dataclass
-class _Calls:
-    """Who calls the graph: the parameters of each layer -> its number; in this step: which were
-    recorded."""
+class _Training:
+    """One model that calls the graph.
 
-    numbers: dict[tuple[int, ...], int] = field(default_factory=dict)
+    layers    how many of its layers have called
+    recorded  the layers that were recorded in this step
+    codes     number of a layer -> the codes of its weights
+    """
+
+    trained: clock.Trained
+    folder: Folder
+    layers: int = 0
     recorded: set[int] = field(default_factory=set)
+    codes: dict[int, Tensor] = field(default_factory=dict)
     step: int = -1
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A training call: of which model, of its layer of this number, in this step."""
+
+    training: _Training
+    number: int
+    step: int
 
 
 class Recorder:
@@ -91,6 +110,7 @@ class Recorder:
     number      of the graph in this process, by which its notes find it
     sites       by salt
     parameters  where they stand among the graph's inputs
+    root        the model that the graph was compiled for; None if it is not known
     """
 
     def __init__(
@@ -100,18 +120,19 @@ class Recorder:
         parameters: Sequence[int],
         device: torch.device,
         options: TelemetryOptions,
-        folder: Folder,
+        root: nn.Module | None,
     ) -> None:
         self.number, self.sites, self.device = number, sites, device
-        self.options, self.folder = options, folder
+        self.options = options
+        self._root = weakref.ref(root) if root is not None else lambda: None
         self._parameters = tuple(parameters)
         self._recipes = {salt: site.recipe for salt, site in sites.items()}
         self._wanted = {s for s, site in sites.items() if any(map(options.wants, site.modules))}
         self._capacity = max(len(site.modules) for site in sites.values())
-        self._calls = _Calls()
-        self._trained = clock.Trained()
+        # The parameters of a layer -> the first that is trained, the model, the layer's number.
+        self._callers: dict[tuple[int, ...], tuple[Any, _Training, int]] = {}
+        self._trainings: dict[clock.Clock, _Training] = {}
         self._memory: dict[str, _Memory] = {}
-        self._previous: dict[int, Tensor] = {}  # call -> the codes of its weights
         self._row = -1
         own = weakref.ref(self)
         for kind in KINDS:
@@ -138,47 +159,74 @@ class Recorder:
         """The callable that Dynamo gets."""
 
         def call(*args: Any) -> Any:
+            if calls_on_fakes():  # each of the two answers its own first call with fakes
+                if self.records:
+                    recording(*args)
+                return plain(*args)
             if not torch.is_grad_enabled() or computes_again():
                 return plain(*args)
-            number = self._begin(args)
-            step = self._calls.step
-            records = step % self.options.every == 0 and number not in self._calls.recorded
-            if not (records and self.records):
+            own = self._begin(args)
+            records = own.step % self.options.every == 0
+            if not (records and self.records) or own.number in own.training.recorded:
                 outputs = plain(*args)
                 if self._capacity > 1:
-                    self._follow_backward(outputs, step, number, False)
+                    self._follow_backward(outputs, own, False)
                 return outputs
-            self._calls.recorded.add(number)
+            own.training.recorded.add(own.number)
             outputs = recording(*args)
-            self._fetch("forward", step, number)
-            self._follow_backward(outputs, step, number, True)
+            self._fetch("forward", own)
+            self._follow_backward(outputs, own, True)
             return outputs
 
         return call
 
-    def _begin(self, args: Sequence[Any]) -> int:
-        """Prepare a training call; returns its number, 0 for a graph of one layer's."""
+    def _begin(self, args: Sequence[Any]) -> _Call:
+        """Prepare a training call. Its number is 0 for a graph of one layer's."""
         if not self._memory:
             self._allocate()
-        number = self._number(args)
-        own = (args[i] for i in self._parameters if number == 0 and args[i].requires_grad)
-        step = clock.trains(self._trained, next(own, None))
-        if step != self._calls.step:
-            self._calls.step = step
-            self._calls.recorded.clear()
-            self.folder.begin(step)
+        w = next((args[i] for i in self._parameters if args[i].requires_grad), None)
+        training, number = self._caller(args, w)
+        step = clock.trains(training.trained, w if number == 0 else None)
+        if step != training.step:
+            training.step = step
+            training.recorded.clear()
+            training.folder.begin(step)
         self._point(step, number)
-        return number
+        return _Call(training, number, step)
 
-    def _number(self, args: Sequence[Any]) -> int:
-        """Which layer calls: 0 for the one that the graph was compiled for."""
-        if self._capacity == 1:
-            return 0
+    def _caller(self, args: Sequence[Any], w: Tensor | None) -> tuple[_Training, int]:
+        """Which model calls, and which of its layers: 0 for the one that the graph was compiled
+        for. w: a parameter of it that is trained."""
         key = tuple(id(args[i]) for i in self._parameters)
-        known = self._calls.numbers
-        if key not in known and len(known) < _MOST_LAYERS:
-            known[key] = len(known)
-        return known.get(key, _MOST_LAYERS)
+        ref, training, number = self._callers.get(key, _NOBODY)
+        if training is None or ref() is not w:  # an id may be that of a tensor that is gone
+            training = self._training(w)
+            number = min(training.layers, _MOST_LAYERS) if self._capacity > 1 else 0
+            training.layers += 1
+            if len(self._callers) < _MOST_LAYERS:
+                of_w = weakref.ref(w) if w is not None else lambda: None
+                self._callers[key] = of_w, training, number
+        return training, number
+
+    def _training(self, w: Tensor | None) -> _Training:
+        """The model of a caller that is not known yet: the one whose optimizer holds ``w``. Dynamo
+        runs a graph for every model of one class."""
+        last = next(reversed(self._trainings.values()), None)
+        if last is not None:
+            # More come where parameters are made anew in each call.
+            many = len(self._callers) >= _MOST_SEARCHED + 2 * self._capacity
+            more_layers = last.layers < self._capacity and not last.trained.clock.seen
+            if w is None or many or more_layers:
+                return last
+        own = clock.of_parameter(w) if last is not None else clock.of_model(self._root(), w)
+        if own not in self._trainings:
+            if last is not None:
+                last.folder.flush()
+                self.forget_marks()
+            folder = Folder.get(self.options, own)
+            folder.join(self)
+            self._trainings[own] = _Training(clock.Trained(own, w), folder)
+        return self._trainings[own]
 
     def _point(self, step: int, number: int) -> None:
         """Say on the device where marks go."""
@@ -192,8 +240,9 @@ class Recorder:
         with torch.inference_mode(False), torch.no_grad():
             constants.make(self.device)
             for kind in KINDS:
+                shape = (STEPS * self._capacity, operands)
                 self._memory[kind] = _Memory(
-                    torch.zeros(STEPS * self._capacity, operands, device=self.device),
+                    torch.zeros(shape, dtype=torch.float32, device=self.device),
                     torch.full(
                         (operands, len(SUMS)), math.nan, dtype=torch.float64, device=self.device
                     ),
@@ -223,17 +272,17 @@ class Recorder:
         if memory.layout is None or layout.rows or not memory.layout.rows:
             memory.layout = layout
 
-    def _follow_backward(self, outputs: Any, step: int, number: int, records: bool) -> None:
+    def _follow_backward(self, outputs: Any, own: _Call, records: bool) -> None:
         """Have autograd tell when the backward of this call begins, and when it has run."""
         node = None if compiles_autograd() else backward_node(outputs)
         if node is None:
             return
         if self._capacity > 1:
-            node.register_prehook(lambda *_: self._point(step, number))
+            node.register_prehook(lambda *_: self._point(own.step, own.number))
         if records:
-            node.register_hook(lambda *_: self._fetch("backward", step, number))
+            node.register_hook(lambda *_: self._fetch("backward", own))
 
-    def _fetch(self, kind: str, step: int, number: int) -> None:
+    def _fetch(self, kind: str, own: _Call) -> None:
         """Start the copy of what a recorded call noted."""
         memory = self._memory[kind]
         if memory.layout is None or not memory.layout.rows:
@@ -241,23 +290,23 @@ class Recorder:
         layout = memory.layout
         found = [memory.statistics[: layout.statistics].flatten()]
         if kind == "forward" and layout.weights:
-            found.append(self._changed(number))
-        names = [self._named(place, number) for place, _ in layout.rows]
+            found.append(self._changed(own))
+        names = [self._named(place, own.number) for place, _ in layout.rows]
         record = Record(
-            step,
+            own.step,
             [(*name, index) for name, (_, index) in zip(names, layout.rows, strict=True)],
             layout.statistics,
-            [self._named((salt, "fprop", "w"), number)[0] for salt in layout.weights],
+            [self._named((salt, "fprop", "w"), own.number)[0] for salt in layout.weights],
             HostCopy.of(torch.cat(found) if len(found) > 1 else found[0]),
         )
-        self.folder.add(record)
+        own.training.folder.add(record)
 
-    def _changed(self, number: int) -> Tensor:
+    def _changed(self, own: _Call) -> Tensor:
         """The share of each weight's codes that are others than at this layer's last record."""
         sizes = self._code_sizes
         codes = self._codes[: sum(sizes)].clone()
-        before = self._previous.get(number)
-        self._previous[number] = codes
+        before = own.training.codes.get(own.number)
+        own.training.codes[own.number] = codes
         if before is None:
             return torch.full((len(sizes),), math.nan, device=codes.device)
         differ = codes ^ before

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import importlib
-import runpy
+import importlib.util
 import sys
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -80,7 +81,7 @@ def _function(where: str) -> Callable[[], Any]:
         )
     if home.endswith(".py"):
         sys.path.insert(0, str(Path(home).resolve().parent))  # as `python FILE.py` has it
-        found = runpy.run_path(home)
+        found = vars(_module_of(Path(home)))
     else:
         sys.path.insert(0, "")
         try:
@@ -93,3 +94,14 @@ def _function(where: str) -> Callable[[], Any]:
         names = [n for n, f in found.items() if callable(f) and f.__module__ == own]
         raise ConfigError(f"{home} has no function {name!r}; it has {', '.join(names) or 'none'}")
     return function
+
+
+def _module_of(file: Path) -> ModuleType:
+    """A program's file as a module with a name that can be imported: Dynamo does, for a model whose
+    forward uses a global name."""
+    name = file.stem if file.stem not in sys.modules else f"{file.stem}_{id(file):x}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None  # it ends in .py
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

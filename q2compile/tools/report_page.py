@@ -9,8 +9,13 @@ from pathlib import Path
 
 from q2compile.errors import ConfigError
 from q2compile.report.page.document import report_page
-from q2compile.report.read_dump import read_comparison, read_dump, read_run
-from q2compile.telemetry.read import is_telemetry, read_folder
+from q2compile.report.read_dump import (
+    read_comparison,
+    read_dump,
+    read_run,
+    rows_of_comparison,
+)
+from q2compile.telemetry.read import is_telemetry, other_runs, read_folder
 from q2compile.tools.measure import measure
 
 _COMPARISON = "compare.json"  # as q2compile compare names it
@@ -30,10 +35,9 @@ def run(arguments: Namespace) -> int:
 
 def run_page(folder: str | Path, measured: bool = False) -> str:
     """The page of a run's folder: of its dump, its telemetry and its comparison, each in the folder
-    or in one inside it; those that are there, and one of the first two. ``measured``: with times
-    of this machine.
+    or in one inside it; those that are there. ``measured``: with times of this machine.
 
-    Raises ValueError where neither is there, where two folders hold the same part, and for files
+    Raises ValueError where none is there, where two folders hold the same part, and for files
     that q2compile did not write.
     """
     folder = Path(folder)
@@ -45,8 +49,13 @@ def run_page(folder: str | Path, measured: bool = False) -> str:
     if dump is None and records is not None:
         if measured:
             raise ConfigError("--measure times the matmuls of a dump; this folder has none")
-        return report_page(name, [], [], {}, telemetry=telemetry, comparison=compared)
+        return report_page(name, [], _others(records), {}, telemetry=telemetry, comparison=compared)
+    if dump is None and compared is not None:
+        if measured:
+            raise ConfigError("--measure times the matmuls of a dump; this folder has none")
+        return report_page(name, rows_of_comparison(compared), [], {}, comparison=compared)
     rows, notes, graphs = read_dump(dump or folder)
+    notes += [] if records is None else _others(records)
     if measured:
         measure(rows)
     known = rows, notes, graphs
@@ -65,6 +74,13 @@ def _home(folder: Path, holds: Callable[[Path], bool]) -> Path | None:
         names = ", ".join(str(home.relative_to(folder)) for home in homes)
         raise ConfigError(f"{folder}: {names} hold the same part of a run; keep one of them here")
     return homes[0] if homes else None
+
+
+def _others(records: Path) -> list[str]:
+    """A note that names what else was recorded, if anything was."""
+    others = ", ".join(str(records / name) for name in other_runs(records))
+    what = "other models or processes recorded into this folder, too; for a page of their records"
+    return [f"{what} name one of {others}"] if others else []
 
 
 def _has_dump(folder: Path) -> bool:

@@ -69,6 +69,15 @@ def backward_at_once(wanted: bool) -> AbstractContextManager[None]:
     return config.patch(force_non_lazy_backward_lowering=True) if wanted else nullcontext()
 
 
+def compiles_buckets() -> bool:
+    """Whether DDPOptimizer has the parts of a graph compiled now, one for each of DDP's buckets. It
+    counts the backwards that are compiled later, and expects one for each part.
+    """
+    from torch._guards import TracingContext
+
+    return getattr(TracingContext.try_get(), "ddp_optimizer_ctx", None) is not None
+
+
 def compiles_ahead_of_time() -> bool:
     """Whether ``torch.compile(...).aot_compile`` has a function compiled, always in one graph. It
     takes from a backend what AOTAutograd and Inductor made, which can be saved, and no other
@@ -103,6 +112,14 @@ def computes_again() -> bool:
     if torch._C._current_graph_task_id() == -1:  # autograd runs no backward on this thread
         return False
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def calls_on_fakes() -> bool:
+    """Whether this call computes nothing. DDPOptimizer calls what it has had compiled for each of
+    DDP's buckets once with fake tensors, to learn the strides of the outputs."""
+    from torch._guards import active_fake_mode
+
+    return active_fake_mode() is not None
 
 
 @contextmanager

@@ -8,8 +8,8 @@ optimizers that hold a parameter in question, and are removed when nobody counts
 torch keeps no list of its optimizers. They are looked up among the objects that Python's garbage
 collector tracks, by type; no attribute of any other object is read. That takes 0.1 to 0.3 s for
 half a million objects, so it is not done in every call. An optimizer refers to its parameters: as
-long as the reference count of a parameter has not changed since the last look-up, no optimizer has
-come that holds it.
+long as the reference count of a parameter has not changed since the last look-up, and no optimizer
+that held it is gone, no optimizer has come that holds it.
 """
 
 from __future__ import annotations
@@ -57,6 +57,11 @@ class Steps:
             self._count += 1
         return self._count
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the optimizer is still there."""
+        return self._optimizer() is not None
+
     def has_state_of(self, w: Tensor) -> bool:
         """Whether the optimizer has changed ``w`` before, as far as its state shows."""
         return w in getattr(self._optimizer(), "state", ())
@@ -77,11 +82,12 @@ _steps: Any = WeakIdKeyDictionary()  # Optimizer -> weakref of its Steps
 _lock = RLock()
 
 
-def look_up_optimizers() -> bool:
-    """Find all optimizers of the process; False if that was done a short while ago."""
+def look_up_optimizers(at_once: bool = False) -> bool:
+    """Find all optimizers of the process; False if that was done a short while ago, unless it is to
+    be done ``at_once``."""
     with _lock:
         began = time.monotonic()
-        if began - _found.ended < PAUSE * _found.took:
+        if not at_once and began - _found.ended < PAUSE * _found.took:
             return False
         holders: dict[int, list[weakref.ref[Optimizer]]] = {}
         optimizers, sharded = _tracked_objects()
@@ -153,7 +159,8 @@ class Holders:
     def all(self, w: Tensor) -> tuple[Steps, ...] | None:
         """All that there are, after another look-up if need be; None if they are not known."""
         with _lock:
-            if self._since >= _found.number:
+            gone = any(ref() is None for ref in _found.holders.get(id(w), ()))  # one may replace it
+            if gone or self._since >= _found.number:
                 number = _found.number
                 if not look_up_optimizers():
                     return None

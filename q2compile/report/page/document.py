@@ -6,7 +6,7 @@ The page's data is a JSON document, in the element with the id "data":
     format     1
     name       of the run's folder, or "explain"
     headline   sentences (`headline`)
-    findings   [{"text", "policy"}, ...] (`findings`)
+    findings   [{"text", "policy", "about"}, ...] (`findings`)
     devices    [{"column": "b200", "name": "B200"}, ...], of the predictions
     assumptions  what the predictions stand on
     recipes    [{"name", "fprop", "dgrad", "wgrad"}, ...]: each distinct one that was used
@@ -15,7 +15,7 @@ The page's data is a JSON document, in the element with the id "data":
                for others, kernels one in kernels, and fprop, dgrad, wgrad and calls are left out;
                and beside them error (`errors.Error`, the worst of the matmul's operands, or of its
                GEMMs by the comparison) and share (of the gradient's squared error), null where they
-               are not known
+               are not known; and layer and counts (`model_rows.rows_of_layers`)
     notes      sentences
     graphs     [{"number", "texts": {"0_dynamo.txt": place in texts, ...}, "passes": [...],
                "saved": place in texts or null}, ...]: passes is passes.json, saved what
@@ -35,6 +35,7 @@ from typing import Any
 
 from q2compile.cost_model.devices import ASSUMPTIONS, DEVICES
 from q2compile.recipes.recipe import GEMMS
+from q2compile.report.model_rows import rows_of_layers
 from q2compile.report.page.assemble import assemble, packed, static
 from q2compile.report.page.errors import (
     Error,
@@ -114,12 +115,17 @@ def document(
     operands = operand_errors(telemetry)
     worst = worst_by_module(operands or gemm_errors(comparison, rows))
     share = shares(comparison)
-    shown = [_row(row, recipes, kernels, worst, share) for row in rows]
+    layers = rows_of_layers(rows)
+    shown = [_row(row, recipes, kernels, worst, share) for row in layers]
+    given = [options.get("policy") or {} for options in (run or {}).get("options", ())]
+    if not given and comparison:
+        given = [comparison.get("policy") or {}]
+    in_force = [policy for i, policy in enumerate(given) if policy not in given[:i]]
     return {
         "format": 1,
         "name": name,
         "headline": headline(rows) if rows or telemetry is None else of_records(telemetry),
-        "findings": findings(rows, telemetry, comparison, operands),
+        "findings": findings(rows, telemetry, comparison, operands, in_force),
         "devices": [{"column": d.column, "name": d.name} for d in DEVICES],
         "assumptions": ASSUMPTIONS,
         "recipes": [json.loads(text) for text in recipes.values],
@@ -155,13 +161,14 @@ def _row(
     worst: Mapping[str, Error],
     share: Mapping[str, float],
 ) -> dict[str, Any]:
-    left_out = (*GEMMS, "kernels", "calls", "salt", "wanted")
+    left_out = (*GEMMS, "kernels", "calls", "salt", "wanted", "served", "model")
     shown = {key: value for key, value in row.items() if key not in left_out}
     named = {"name": row["recipe"], **{gemm: row[gemm] for gemm in GEMMS}}
     run = {key: row[key] for key in ("kernels", "calls")}
-    error = worst.get(row["module"]) if row["taken"] else None
+    known = row["taken"] and row["counts"]
+    error = worst.get(row["module"]) if known else None
     shown["error"] = error and error.to_json()
-    shown["share"] = share.get(row["module"]) if row["taken"] else None
+    shown["share"] = share.get(row["module"]) if known else None
     shown["recipe"] = recipes.of(json.dumps(named)) if row["taken"] else None
     shown["kernels"] = kernels.of(json.dumps(run)) if row["taken"] else None
     return shown

@@ -1,23 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Problems of a run and what to do about them: a few sentences, derived from its figures."""
+"""Problems of a run and what to do about them: a few sentences, and one policy."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from q2compile.cost_model.devices import DEVICES
-from q2compile.recipes.policy import pattern_of, patterns_of
+from q2compile.errors import ConfigError
+from q2compile.recipes.policy import AUTO, compiled_pattern, patterns_of
+from q2compile.recipes.recipe import BF16
+from q2compile.report.model_rows import of_model
 from q2compile.report.page.errors import OUTLIERS, Data, Error, shares
+from q2compile.report.worst_layers import BUDGET, after, kinds_of, policy_of, ranked, worst_layers
 
 # A kind of layer stands out with this share of the gradient's squared error, and so many times
 # its share of the FLOPs.
-_SHARE, _TIMES = 0.1, 2.0
-_SLOWER = 1.005
-_NAMED = 3
+SHARE, TIMES = 0.1, 2.0
+# A matmul is slower than in BF16 from this multiple of its time on.
+SLOWER = 1.005
+_SENTENCES, _NAMED = 4, 3
 Finding = dict[str, Any]
+Rules = dict[str, Any]
 
 
 def findings(
@@ -25,142 +30,204 @@ def findings(
     telemetry: Data | None,
     comparison: Data | None,
     operands: Sequence[Error],
+    given: Sequence[Mapping[str, Any]] = (),
 ) -> list[Finding]:
-    """[{"text": a sentence, "policy": as it stands in options, or None}], at most four.
+    """[{"text": a sentence, "policy": as it stands in options, or None, "about": what that is}], at
+    most four. One policy follows from all of them, if any does; the last that adds a rule has it.
 
     rows        as `Row.to_json` gives them; telemetry, comparison: what a run recorded, or None
     operands    the telemetry's errors, the worst first
+    given       the policies that are in force, one for each part of the model with its own options
     """
-    names = [row["module"] for row in rows if row["has_parameter"]]
-    names += [m["module"] for m in comparison["modules"]] if comparison else []
+    if not (rows or telemetry or comparison):
+        return []
+    own = of_model(rows)
+    layers = _Layers(own, telemetry, comparison, given)
     bad = bool(telemetry and telemetry["nonfinite"])
     found = [
-        *(_nonfinite(telemetry) if bad else ()),
-        *_shares(comparison, names),
-        *_slower([row for row in rows if row["taken"]], names),
-        *_outliers(operands),
+        *(_nonfinite(telemetry, layers) if bad else ()),
+        *_shares(comparison, layers),
+        *_slower([row for row in own if row["taken"]], layers),
+        *_outliers(operands, layers),
         *_finite(telemetry if not bad else None),
     ]
-    return [*found[:4], *_unknown(telemetry, comparison)][:4] if rows or telemetry else []
+    found = [*found[:_SENTENCES], *_unknown(telemetry, comparison)][:_SENTENCES]
+    sentences: list[Finding] = [{"text": t, "policy": None, "about": ""} for t, _ in found]
+    adding = [sentence for sentence, (_, rules) in zip(sentences, found, strict=True) if rules]
+    if adding:
+        adding[-1] |= _policy([rules for _, rules in found], layers, len(adding) > 1)
+    return sentences
 
 
-def _nonfinite(telemetry: Data | None) -> list[Finding]:
+class _Layers:
+    """The layers of a run, and the policies that are in force."""
+
+    def __init__(
+        self,
+        rows: Sequence[Data],
+        telemetry: Data | None,
+        comparison: Data | None,
+        given: Sequence[Mapping[str, Any]],
+    ) -> None:
+        self.given = list(given)
+        weights = [row for row in rows if row["has_parameter"]]
+        self.names = [row["module"] for row in weights]
+        self.names += [m["module"] for m in comparison["modules"]] if comparison else []
+        self.names += [o["module"] for o in telemetry["operands"]] if telemetry else []
+        self._served: dict[str, list[str]] = {}
+        for row in weights:
+            self._served.setdefault(row["module"], [row["module"], *row["served"]])
+
+    def with_equal(self, name: str) -> list[str]:
+        """The layer and those that share its graph, which a policy must treat alike. Without a dump
+        it is not known which do: all of its kind."""
+        of_kind = next((kind for kind in kinds_of(self.names) if name in kind), [name])
+        return self._served.get(name, of_kind)
+
+    def rule_in_force(self, name: str) -> Any:
+        """The value of the rule that holds for a layer; None without one."""
+        policy = self.given[0] if self.given else {}
+        matching = [v for p, v in policy.items() if compiled_pattern(p).fullmatch(name)]
+        return matching[-1] if matching else None
+
+    def called(self, kinds: Sequence[Sequence[str]]) -> str:
+        """Kinds of layers in a sentence, by their last component if that identifies them."""
+        names = [
+            of[0] if len(of) == 1 else patterns_of(of, self.names)[0].removeprefix("*.")
+            for of in kinds
+        ]
+        more = len(names) - _NAMED
+        names = names[:_NAMED] + [f"{more} more kind{'s' * (more > 1)}"] * (more > 0)
+        return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _policy(found: Iterable[Rules], layers: _Layers, of_several: bool) -> Finding:
+    """The rules of all findings as one policy. Rules that leave a part of a layer in 4 bits come
+    before those that leave none, since the last match wins."""
+    rules = [item for of in found for item in of.items()]
+    rules.sort(key=lambda rule: rule[1] == BF16)
+    several = len(layers.given) > 1
+    given = layers.given[0] if layers.given and not several else {}
+    what = "All of it as one policy" if of_several else "As a policy"
+    about = f"{what}, after the rules that are in force:" if given else f"{what}:"
+    if several:
+        about = "Rules for the end of the policy of each part:"
+    written = json.dumps(after(given, dict(rules)), ensure_ascii=False)
+    return {"policy": f'"policy": {written}', "about": about}
+
+
+def _nonfinite(telemetry: Data | None, layers: _Layers) -> list[tuple[str, Rules]]:
     first = min(telemetry["nonfinite"], key=lambda f: f["step"]) if telemetry else {}
     module = first["module"]
     text = (
-        f"NaN or Inf came first in {first['operand']} of {first['gemm']} of {module}, at step "
-        f"{first['step']}. If it does not occur with this module in BF16, rounding caused it."
+        f"The first NaN or Inf appeared in {first['operand']} of {first['gemm']} of {module}, at "
+        f"step {first['step']}. If it does not appear with this module in BF16, rounding caused it."
     )
-    return [_finding(text, {pattern_of(module): "bf16"})]
+    return [(text, policy_of([layers.with_equal(module)], layers.names))]
 
 
-def _finite(telemetry: Data | None) -> list[Finding]:
+def _finite(telemetry: Data | None) -> list[tuple[str, Rules]]:
     if telemetry is None or telemetry["last"] is None:
         return []
-    return [_finding(f"No NaN or Inf up to step {telemetry['last']}, the last that was recorded.")]
+    return [(f"No NaN or Inf appeared up to step {telemetry['last']}, the last recorded one.", {})]
 
 
-def _shares(comparison: Data | None, names: Sequence[str]) -> list[Finding]:
-    """The kinds of layers that make more of the gradient's error than their work explains."""
+def _shares(comparison: Data | None, layers: _Layers) -> list[tuple[str, Rules]]:
+    """The kinds of layers that go back to BF16 by the comparison, or else the worst one."""
     if not comparison or not (share := shares(comparison)):
         return []
     flops = {m["module"]: m["flops"] or 0 for m in comparison["modules"]}
     total = sum(flops.values())
-    kinds = sorted(_kinds(share), key=lambda of: -sum(share[n] for n in of))
-    parts = [sum(share[n] for n in of) for of in kinds]
-    works = [sum(flops[n] for n in of) / total if total else 0.0 for of in kinds]
-    figures = list(zip(kinds, parts, works, strict=True))
-    stand_out = [f for f in figures if f[1] >= max(_SHARE, _TIMES * f[2])][:_NAMED]
-    shown = stand_out or figures[:1]
-    part, work = sum(f[1] for f in shown), sum(f[2] for f in shown)
-    makes = "makes" if len(shown) == 1 else "make"
-    text = (
-        f"{_listed([_called(of, names) for of, *_ in shown])} {makes} {part:.0%} of the gradient's "
-        f"squared error for {_percent(work)} of the quantized FLOPs"
-    )
-    if not stand_out:
-        return [_finding(f"No kind of layer stands out: {text}.")]
-    patterns = [pattern for of, *_ in shown for pattern in patterns_of(of, names)]
-    return [_finding(f"{text}.", dict.fromkeys(patterns, "bf16"))]
+    limits = comparison.get("limits") or {"budget": BUDGET}
+    try:
+        chosen = worst_layers(comparison["modules"], **limits)
+    except ConfigError:  # costs are not known
+        chosen = []
+    shown = chosen or ranked(comparison["modules"])[:1]
+    part = sum(share.get(name, 0.0) for kind in shown for name in kind)
+    work = sum(flops[name] for kind in shown for name in kind) / total if total else 0.0
+    accounts = "accounts" if len(shown) == 1 else "account"
+    what = f"{layers.called(shown)} {accounts} for {part:.0%} of the gradient's squared error"
+    rules = policy_of(chosen, layers.names)
+    if part < max(SHARE, TIMES * work):
+        text = f"No kind of layer stands out: {what} and {_percent(work)} of the quantized FLOPs."
+        return [(text, rules)]
+    text = f"{what} but only {_percent(work)} of the quantized FLOPs."
+    if not chosen:
+        text += f" That does not fit into the budget of q2compile compare, {limits['budget']:.0%}."
+    return [(text, rules)]
 
 
-def _slower(taken: Sequence[Data], names: Sequence[str]) -> list[Finding]:
+def _slower(taken: Sequence[Data], layers: _Layers) -> list[tuple[str, Rules]]:
     """Layers that are predicted to lose time."""
     device = DEVICES[0]
-    ratios = {}
-    for of in _kinds(row["module"] for row in taken if row["predicted"]):
-        times = [row["predicted"][device.column] for row in taken if row["module"] in of]
-        own, bf16 = (sum(t[k] for t in times) for k in ("microseconds", "bf16_microseconds"))
-        ratios[tuple(of)] = own / bf16
-    slower = {of: ratio for of, ratio in ratios.items() if ratio > _SLOWER}
+    predicted = [row for row in taken if row["predicted"]]
+    kinds = kinds_of(row["module"] for row in predicted)
+    times = [
+        [row["predicted"][device.column] for row in predicted if row["module"] in of]
+        for of in kinds
+    ]
+    ratios = [_sum(of, "microseconds") / _sum(of, "bf16_microseconds") for of in times]
+    slower = [kind for kind, ratio in zip(kinds, ratios, strict=True) if ratio > SLOWER]
     if not slower:
         return []
-    low, high = (f"{bound(slower.values()):.2f}" for bound in (min, max))
-    times_text = f"{low} times" if low == high else f"{low} to {high} times"
-    where = f"predicted slower than BF16 on a {device.name}, {times_text} its time"
-    if len(slower) == len(ratios):
-        text = f"At these sizes every matmul taken is {where}, GEMMs and quantizers alone."
-        return [_finding(text, {"*": "auto"})]
-    called = [_called(of, names) for of in slower]
-    shown = called[:_NAMED] + [f"{len(called) - _NAMED} more kinds"] * (len(called) > _NAMED)
+    low, high = (f"{bound(r for r in ratios if r > SLOWER):.2f}" for bound in (min, max))
+    take = f"take {low if low == high else f'{low} to {high}'} times as long as in BF16"
+    if len(slower) == len(kinds):
+        every = [one for of in times for one in of]
+        waits = _sum(every, "host_microseconds") > _sum(every, "gpu_microseconds")
+        host = (
+            ", because the GPU waits for the host to launch their kernels; "
+            'options={"mode": "reduce-overhead"} makes that cheap'
+        )
+        text = (
+            "These layers are too small to gain from FP4, but fine for studying the loss: on a "
+            f"{device.name} the quantized matmuls are predicted to {take}{host * waits}."
+        )
+        return [(text, {})]
     are = "is" if len(slower) == 1 else "are"
-    patterns = [pattern for of in slower for pattern in patterns_of(of, names)]
-    return [_finding(f"{_listed(shown)} {are} {where}.", dict.fromkeys(patterns, "bf16"))]
+    text = f"On a {device.name}, {layers.called(slower)} {are} predicted to {take}."
+    return [(text, policy_of(slower, layers.names))]
 
 
-def _outliers(operands: Sequence[Error]) -> list[Finding]:
+def _sum(times: Iterable[Mapping[str, float]], which: str) -> float:
+    return sum(one.get(which, 0.0) for one in times)
+
+
+def _outliers(operands: Sequence[Error], layers: _Layers) -> list[tuple[str, Rules]]:
     if not operands:
         return []
     worst = operands[0]
-    times = f"{worst.ratio:.2f} times the error of Gaussian data"
     if worst.ratio < OUTLIERS:
-        return [_finding(f"No operand is rounded with more than {times} ({worst.module}).")]
+        than = f"{worst.ratio - 1:.0%} less" if worst.ratio >= 1.005 else "not less"
+        text = f"No outlier problem: the worst operand ({worst.module}) is {than} accurate than"
+        return [(f"{text} Gaussian data.", {})]
     text = (
-        f"{worst.what} of {worst.module} is rounded with {times} "
-        f"({worst.error:.3f}, step {worst.step}): outliers take its blocks' range."
+        f"Outliers take up the range of their blocks in {worst.what} of {worst.module}: its error "
+        f"is {worst.ratio:.2f} times that of Gaussian data ({worst.error:.3f}, step {worst.step})."
     )
-    return [_finding(text, {pattern_of(worst.module): {worst.gemm: "bf16"}})]
+    rule = layers.rule_in_force(worst.module)
+    if isinstance(rule, str):
+        rule = {} if rule == AUTO else {"recipe": rule}
+    kind = layers.with_equal(worst.module)
+    return [(text, policy_of([kind], layers.names, {**(rule or {}), worst.gemm: BF16}))]
 
 
-def _unknown(telemetry: Data | None, comparison: Data | None) -> list[Finding]:
+def _unknown(telemetry: Data | None, comparison: Data | None) -> list[tuple[str, Rules]]:
     """Data that this folder lacks, and how to add it."""
     sentences = []
     if telemetry is None:
         sentences.append(
-            'This run did not record the errors of operands: options={"telemetry": {"to": '
+            'The errors of operands were not recorded: options={"telemetry": {"to": '
             '"RUN/telemetry"}} records them.'
         )
     if comparison is None:
         sentences.append(
-            "This run did not measure which layers make the gradient's error: "
+            "It was not measured which layers cause the gradient's error: "
             "q2compile compare FILE.py:FUNCTION --out RUN/compare measures it."
         )
-    return [_finding(" ".join(sentences))] if sentences else []
-
-
-def _finding(text: str, policy: Mapping[str, Any] | None = None) -> Finding:
-    written = None if policy is None else f'"policy": {json.dumps(policy, ensure_ascii=False)}'
-    return {"text": text, "policy": written}
-
-
-def _kinds(names: Iterable[str]) -> list[list[str]]:
-    """Names that differ only in layer numbers, merged."""
-    kinds: dict[str, list[str]] = {}
-    for name in dict.fromkeys(names):
-        kinds.setdefault(re.sub(r"\d+", "#", name), []).append(name)
-    return list(kinds.values())
-
-
-def _called(of: Sequence[str], names: Sequence[str]) -> str:
-    """The name of a kind of layer in a sentence: its last component, if that identifies it."""
-    if len(of) == 1:
-        return of[0]
-    return patterns_of(of, names)[0].removeprefix("*.")
+    return [(" ".join(sentences), {})] if sentences else []
 
 
 def _percent(share: float) -> str:
     return f"{share:.1%}" if share < 0.1 else f"{share:.0%}"
-
-
-def _listed(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

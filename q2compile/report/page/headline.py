@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from q2compile.cost_model.devices import DEVICES
+from q2compile.report.model_rows import layers, of_model
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _NAMED = 3  # reasons that are spelt out
@@ -15,9 +16,11 @@ _NAMED = 3  # reasons that are spelt out
 
 def headline(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Sentences, the most important first."""
+    rows = of_model(rows)
     weights = [row for row in rows if row["has_parameter"]]
     taken = [row for row in weights if row["taken"]]
-    sentences = [_taken(weights, taken), *_left(weights), *_without_weight(rows), *_saved(taken)]
+    sentences = [_taken(layers(weights), layers(taken)), *_left(layers(weights))]
+    sentences += [*_without_weight(layers(rows)), *_saved(taken)]
     return [*sentences, *_times(taken)]
 
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from q2compile.config import Config
 from q2compile.tools.compare.comparison import Comparison
 from q2compile.tools.compare.measure import compare
-from q2compile.tools.compare.measurements import check_budget
+from q2compile.tools.compare.measurements import ModuleError, check_budget
 from q2compile.tools.given import built
 
 
@@ -46,8 +48,7 @@ def run(arguments: Namespace) -> int:
         print(
             f"{len(chosen)} of {len(comparison.modules)} modules back to bf16, for "
             f"{arguments.budget:.0%} of the {arguments.of}; they make "
-            f"{sum(comparison.share(m) or 0.0 for m in chosen):.0%} of the gradient's squared "
-            "error:"
+            f"{_share(comparison, chosen):.0%} of the gradient's squared error:"
         )
     else:
         print(f"no module fits into {arguments.budget:.0%} of the {arguments.of}:")
@@ -55,16 +56,31 @@ def run(arguments: Namespace) -> int:
     missed = comparison.too_large(*limits)
     if missed is not None:
         worst, needs = missed
-        makes = f"{comparison.share(worst) or 0.0:.0%} of the gradient's squared error"
-        print(f"{worst.module} makes {makes} and costs more: --budget {needs:g} takes it")
-    print("wrote " + ", ".join(map(str, _written(arguments.out, comparison, options))))
+        one = len(worst) == 1
+        who = worst[0].module + ("" if one else f" and {len(worst) - 1} like it")
+        print(
+            f"{who} {'makes' if one else 'make'} {_share(comparison, worst):.0%} of the gradient's "
+            f"squared error and {'costs' if one else 'cost'} more: --budget {needs:g} takes "
+            f"{'it' if one else 'them'}"
+        )
+    data = {
+        **comparison.to_json(),
+        "limits": dict(zip(("budget", "of", "device"), limits, strict=True)),
+    }
+    print("wrote " + ", ".join(map(str, _written(arguments.out, comparison, data, options))))
     return 0
 
 
-def _written(folder: Path, comparison: Comparison, options: str) -> list[Path]:
+def _share(comparison: Comparison, modules: Sequence[ModuleError]) -> float:
+    return sum(comparison.share(m) or 0.0 for m in modules)
+
+
+def _written(
+    folder: Path, comparison: Comparison, data: Mapping[str, Any], options: str
+) -> list[Path]:
     """The files of a comparison; without the picture where matplotlib is not installed."""
     written = [folder / name for name in ("compare.json", "options.json", "compare.png")]
-    written[0].write_text(json.dumps(comparison.to_json(), indent=1), encoding="utf-8")
+    written[0].write_text(json.dumps(data, indent=1), encoding="utf-8")
     written[1].write_text(options, encoding="utf-8")
     try:
         comparison.draw(written[2])

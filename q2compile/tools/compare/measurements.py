@@ -10,9 +10,16 @@ from typing import Any
 
 from q2compile.cost_model.devices import DEVICES
 from q2compile.errors import ConfigError, one_of, shown
-from q2compile.recipes.policy import pattern_of
 from q2compile.recipes.recipe import GEMMS
 from q2compile.report.row import Row, shape_text
+from q2compile.report.worst_layers import (
+    after,
+    cost_of,
+    policy_of,
+    ranked,
+    total_size,
+    worst_layers,
+)
 
 RUNS = ("all", *GEMMS)  # the whole recipe, and each of its GEMMs alone
 
@@ -122,44 +129,49 @@ class Measurements:
         self, budget: float, of: str = "flops", device: str = DEVICES[0].column
     ) -> list[ModuleError]:
         """The modules that `policy` gives back to bf16, worst first."""
-        one_of("of", of, ("flops", "time"))
-        one_of("device", device, [d.column for d in DEVICES])
-        check_budget(budget)
-        chosen, room = [], budget * sum(_size(m, of, device) for m in self.modules)
-        for module in self.ranked if budget else []:
-            cost = _cost(module, of, device)
-            if cost <= room:
-                chosen.append(module)
-                room -= cost
-        return chosen
+        by_name = {m.module: m for m in self.modules}
+        return [by_name[name] for kind in self._worst(budget, of, device) for name in kind]
 
     def too_large(
         self, budget: float, of: str = "flops", device: str = DEVICES[0].column
-    ) -> tuple[ModuleError, float] | None:
-        """The worst module and the budget that it needs, rounded up to a percent, if that is
+    ) -> tuple[list[ModuleError], float] | None:
+        """The worst kind of layer and the budget that it needs, rounded up to a percent, if that is
         more than ``budget``."""
-        worst = self.ranked[0]
-        if worst in self.chosen(budget, of, device):
+        modules = self._as_json()
+        worst = ranked(modules)[0]
+        if worst in self._worst(budget, of, device):
             return None
-        share = _cost(worst, of, device) / sum(_size(m, of, device) for m in self.modules)
-        return worst, min(1.0, math.ceil(100 * share - 1e-6) / 100)
+        cost = sum(cost_of(m, of, device) for m in modules if m["module"] in worst)
+        share = cost / total_size(modules, of, device)
+        kind = [m for m in self.modules if m.module in worst]
+        return kind, min(1.0, math.ceil(100 * share - 1e-6) / 100)
+
+    def _worst(self, budget: float, of: str, device: str) -> list[list[str]]:
+        one_of("of", of, ("flops", "time"))
+        one_of("device", device, [d.column for d in DEVICES])
+        check_budget(budget)
+        return worst_layers(self._as_json(), budget, of, device)
+
+    def _as_json(self) -> list[dict[str, Any]]:
+        return [{**asdict(m), "share": self.share(m)} for m in self.ranked]
 
     def policy(
         self, budget: float, of: str = "flops", device: str = DEVICES[0].column
     ) -> dict[str, str]:
-        """{module: "bf16"} for the worst modules that the budget has room for, in their order in
-        the model; to be used as, or added to, the option "policy".
+        """{pattern: "bf16"} for the worst kinds of layers that the budget has room for, the worst
+        first; to be used as, or added to, the option "policy". A kind is all layers whose names
+        differ only in numbers, so the policy can be used where equal layers share a graph.
 
         budget  in [0, 1]. of="flops": the share of all quantized FLOPs that goes back to bf16;
                 of="time": by how much the predicted time of these matmuls may rise on ``device``
-                ("b200", "rtx5090"), as a share of it. A module that costs nothing, because bf16 is
+                ("b200", "rtx5090"), as a share of it. A kind that costs nothing, because bf16 is
                 not slower for it, is always taken.
 
         The worst come first; one that no longer fits is passed over. Raises ValueError for a budget
         that is none, and where a size is symbolic, so that nothing is known of costs.
         """
-        names = {m.module for m in self.chosen(budget, of, device)}
-        return {pattern_of(m.module): "bf16" for m in self.modules if m.module in names}
+        names = [*(m.module for m in self.modules), *self.left]
+        return policy_of(self._worst(budget, of, device), names)
 
     def options(
         self, budget: float, of: str = "flops", device: str = DEVICES[0].column
@@ -167,10 +179,8 @@ class Measurements:
         """Options for torch.compile, or as JSON for the file of Q2COMPILE_CONFIG: the recipe, and
         the policy that was given with `policy`'s lines after it."""
         recipe = dict(self.option) if isinstance(self.option, Mapping) else self.option
-        return {
-            "recipe": recipe,
-            "policy": {**self.given_policy, **self.policy(budget, of, device)},
-        }
+        policy = after(self.given_policy, self.policy(budget, of, device))
+        return {"recipe": recipe, "policy": policy}
 
     def to_json(self) -> dict[str, Any]:
         """All measurements as plain mappings, lists and scalars; worst modules first."""
@@ -178,28 +188,13 @@ class Measurements:
             "recipe": self.recipe,
             "losses": self.losses,
             "gradients": self.gradients,
-            "modules": [{**asdict(m), "share": self.share(m)} for m in self.ranked],
+            "modules": self._as_json(),
             "left": self.left,
+            "policy": dict(self.given_policy),
         }
-
-
-def _size(module: ModuleError, of: str, device: str) -> float:
-    """The time of the module's quantized matmuls."""
-    size = module.flops if of == "flops" else module.microseconds.get(device)
-    if size is None:
-        raise ConfigError(
-            f"policy: the size of {module.module!r} is symbolic, so its cost is not known"
-        )
-    return size
 
 
 def check_budget(budget: object) -> None:
     """Raises ValueError for what is no share."""
     if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 <= budget <= 1:
         raise ConfigError(f"budget: got {shown(budget)}; allowed: a share, from 0 to 1")
-
-
-def _cost(module: ModuleError, of: str, device: str) -> float:
-    """The cost of the module in bf16, taken from the budget."""
-    size = _size(module, of, device)
-    return size if of == "flops" else max(0.0, module.bf16_microseconds[device] - size)

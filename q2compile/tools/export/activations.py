@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from q2compile.errors import ConfigError
-from q2compile.telemetry.read import records_of
+from q2compile.telemetry.read import lines_of
 
 
 def of_telemetry(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
@@ -21,10 +21,11 @@ def of_telemetry(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
     """
     files = sorted(Path(folder).glob("rank*.jsonl"))
     found: dict[str, float] = {}
-    for row in (row for file in files for row in records_of(file)):
-        is_x = (row.get("gemm"), row.get("operand")) == ("fprop", "x")
-        if is_x and row.get("amax") is not None:
-            found[row["module"]] = max(found.get(row["module"], 0.0), row["amax"])
+    for file in files:
+        for row in lines_of(file):
+            is_x = (row.get("gemm"), row.get("operand")) == ("fprop", "x")
+            if is_x and row.get("amax") is not None:
+                found[row["module"]] = max(found.get(row["module"], 0.0), row["amax"])
     if not found:
         raise ConfigError(
             f"export: telemetry: {Path(folder)} has no record of an activation; give the folder "

@@ -36,12 +36,12 @@ def ddp_around_the_compiled_model(options: dict[str, Any] | None) -> Result:
     return half(model, model)
 
 
-def ddp_in_buckets() -> Result:
+def ddp_in_buckets(options: dict[str, Any]) -> Result:
     """Dynamo cuts the graph so that gradients travel while the backward still runs."""
     first, dist._DEFAULT_FIRST_BUCKET_BYTES = dist._DEFAULT_FIRST_BUCKET_BYTES, 1024
     try:
         model = DistributedDataParallel(new_model(), bucket_cap_mb=0.05)
-        return half(model, compiled(model, EAGER))
+        return half(model, compiled(model, options))
     finally:
         dist._DEFAULT_FIRST_BUCKET_BYTES = first
 
@@ -79,7 +79,7 @@ def fsdp_compiled_blocks(options: dict[str, Any] | None, checkpointed: bool = Fa
 SCENARIOS: dict[str, Callable[[], Result]] = {
     "ddp_around_the_compiled_model": lambda: ddp_around_the_compiled_model(INDUCTOR),
     "ddp_not_compiled": lambda: ddp_around_the_compiled_model(None),
-    "ddp_in_buckets": ddp_in_buckets,
+    "ddp_in_buckets": lambda: ddp_in_buckets(EAGER),
     "fsdp": lambda: fsdp(INDUCTOR),
     "fsdp_not_compiled": lambda: fsdp(None),
     "fsdp_blocks": lambda: fsdp_blocks(SAME_IN_ALL_LAYERS),

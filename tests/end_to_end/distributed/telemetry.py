@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FSDP2 and tensor parallel on 2 ranks, with telemetry and without."""
+"""DDP in buckets, FSDP2 and tensor parallel on 2 ranks, with telemetry and without."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from data_parallel import SAME_IN_ALL_LAYERS, half, sharded_blocks
+from data_parallel import SAME_IN_ALL_LAYERS, ddp_in_buckets, half, sharded_blocks
 from tensor_parallel import EAGER, tensor_parallel
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from training import Result, new_model, run_scenarios, train
@@ -20,6 +20,10 @@ from q2compile.telemetry import flush
 from tests.support.new_process import restart_clock
 
 FOLDER = Path(sys.argv[1])
+
+
+def buckets(options: dict[str, Any]) -> Result:
+    return ddp_in_buckets({**SAME_IN_ALL_LAYERS, **options})
 
 
 def fsdp(options: dict[str, Any]) -> Result:
@@ -48,7 +52,7 @@ def recording(name: str, scenario: Callable[[dict[str, Any]], Result]) -> Result
 
 
 SCENARIOS: dict[str, Callable[[], Result]] = {}
-for _name, _scenario in {"fsdp": fsdp, "tensor": tensor}.items():
+for _name, _scenario in {"buckets": buckets, "fsdp": fsdp, "tensor": tensor}.items():
     SCENARIOS[f"{_name}_plain"] = partial(_scenario, {})
     SCENARIOS[_name] = partial(recording, _name, _scenario)
 

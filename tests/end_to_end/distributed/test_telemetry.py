@@ -23,7 +23,7 @@ def ranks(folder: Path) -> dict[str, Ranks]:
     return run("telemetry.py", 2, folder)
 
 
-@pytest.mark.parametrize("scenario", ["fsdp", "tensor"])
+@pytest.mark.parametrize("scenario", ["buckets", "fsdp", "tensor"])
 def test_training_is_the_same(scenario: str, ranks: dict[str, Ranks]) -> None:
     for own, plain in zip(ranks[scenario], ranks[f"{scenario}_plain"], strict=True):
         assert not own.error and not plain.error, own.error + plain.error
@@ -36,6 +36,7 @@ def test_training_is_the_same(scenario: str, ranks: dict[str, Ranks]) -> None:
 @pytest.mark.parametrize(
     ("scenario", "modules"),
     [
+        ("buckets", {name for name in (*BLOCKS, "head") if not name.endswith("down")}),
         ("fsdp", {name for name in BLOCKS if not name.endswith("down")}),
         ("tensor", {*BLOCKS, "head"}),
     ],

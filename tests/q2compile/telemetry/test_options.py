@@ -25,6 +25,7 @@ from q2compile.telemetry.options import TelemetryOptions
         ({"modules": ["a", 3]}, r"telemetry: modules: policy pattern: got 3"),
         ({"to": ""}, r"telemetry: to: got ''; allowed: a folder's path"),
         ({"to": 3}, r"telemetry: to: got 3"),
+        ({"to": "a\0b"}, r"telemetry: to: got 'a.x00b'; allowed: a folder's path"),
         ({"csv": 1}, r"telemetry: csv: got 1; allowed: True, False"),
         ({"tensorboard": "yes"}, r"telemetry: tensorboard: got 'yes'"),
     ],

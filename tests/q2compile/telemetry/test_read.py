@@ -37,9 +37,28 @@ def test_of_many_steps_some_are_shown(tmp_path):
     assert len(steps) == MOST_STEPS and steps[0] == 0 and steps[-1] == 999
 
 
-@pytest.mark.parametrize("line", ["{", "3", '{"step": 1}', '{"step": "a", "module": "up"}'])
+def test_a_later_run_replaces_what_an_earlier_one_recorded_of_its_steps(tmp_path):
+    """A training that begins again replaces all records; a resumed one keeps those before it."""
+    start, later = {"event": "start"}, {**NONFINITE, "step": 4}
+    earlier = [start, record(0), NONFINITE, later, record(4), record(4, "down")]
+    written(tmp_path, *earlier, start, record(4, error=0.3), record(6, error=0.4))
+    data = read_folder(tmp_path)
+    (row,) = data["operands"]
+    assert data["steps"] == [0, 4, 6] and row["curves"]["relative_error"] == [0.1, 0.3, 0.4]
+    assert data["nonfinite"] == [{"rank": 0, **NONFINITE}]
+    written(tmp_path, *earlier, start, record(0, error=0.3))
+    data = read_folder(tmp_path)
+    assert data["steps"] == [0] and data["nonfinite"] == []
+    assert [o["curves"]["relative_error"] for o in data["operands"]] == [0.3]
+
+
+BAD = [b"{", b"3", b'{"step": 1}', b'{"step": "a", "module": "up"}', b"\xff\xfe"]
+BAD += [b'{"event": "nonfinite", "step": 1}', json.dumps(record(0, format=3)).encode()]
+
+
+@pytest.mark.parametrize("line", BAD)
 def test_other_files_are_refused(line, tmp_path):
-    (tmp_path / "rank0.jsonl").write_text(f"{line}\n{json.dumps(record(1))}\n")
+    (tmp_path / "rank0.jsonl").write_bytes(line + f"\n{json.dumps(record(1))}\n".encode())
     with pytest.raises(ValueError, match="rank0.jsonl, line 1: not as q2compile writes it"):
         read_folder(tmp_path)
 

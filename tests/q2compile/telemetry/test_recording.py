@@ -14,9 +14,12 @@ from torch.utils.checkpoint import checkpoint
 import q2compile
 from q2compile.recipes.published import RECIPES
 from q2compile.runtime_kernels.numerics import constants
+from q2compile.telemetry import clock
 from q2compile.telemetry import folder as folders
+from q2compile.telemetry.into_graph import Layout
 from tests.q2compile.telemetry.training import (
     LINEARS,
+    PROGRAM,
     WIDTH,
     all_operands,
     batch,
@@ -310,6 +313,34 @@ def test_beside_compiled_autograd(tmp_path):
     assert operands(records(tmp_path), 0) == operands(records(tmp_path), 2) == wanted
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_under_another_default_dtype(dtype, tmp_path):
+    """The default dtype is that of a program's new tensors, and none of the recorder's."""
+    plain, own = tmp_path / "float32", tmp_path / "other"
+    for folder, default in ((plain, torch.float32), (own, dtype)):
+        torch.set_default_dtype(default)
+        try:
+            model = new_model(blocks=1, dtype=torch.float32)
+            with torch.no_grad():
+                for i, p in enumerate(model.parameters()):
+                    p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(i)))
+            train(model, compiled(model, folder), steps=2)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        torch._dynamo.reset()
+        clock.restart()
+    found = records(own)
+    assert operands(found, 1) == all_operands(names(1))
+    assert [r["format"] for r in found] == [r["format"] for r in records(plain)]
+
+
+def test_a_layout_can_stand_in_a_string_of_cpp():
+    """Inductor's C++ wrapper writes an argument that is a string into the source as it is."""
+    layout = Layout([(3, "fprop", "x")], [((3, "fprop", "x"), 0), ((-1, "wgrad", "dy"), 1)], [3])
+    assert not set(layout.text()) & set('"\\\n')
+    assert Layout.parse(layout.text()) == layout
+
+
 def test_files(tmp_path):
     """CSV and JSONL have the same records; the summary is short; a second run appends."""
     model = new_model(blocks=1)
@@ -332,32 +363,12 @@ def test_a_folder_that_cannot_be_made(tmp_path):
     """That is all that is said: at exit nothing follows about layers that were not called."""
     (tmp_path / "file").write_text("")
     model = new_model(blocks=1)
-    with pytest.raises(ValueError, match="telemetry: to: .*file.*is not a folder"):
-        compiled(model, tmp_path / "file")(batch(0, model))
-    assert not [path for _, path in folders._asked_for if path == tmp_path / "file"]
+    for name in ("file", "\ud800"):
+        with pytest.raises(ValueError, match="telemetry: to: .* is not a folder"):
+            compiled(model, tmp_path / name)(batch(0, model))
+    assert not [path for _, path in folders._State.asked_for if path == tmp_path / "file"]
 
 
-PROGRAM = """
-import sys
-import torch
-from tests.q2compile.telemetry.training import batch, compiled, new_model
-from pathlib import Path
-
-model = new_model(blocks=1)
-call = compiled(model, Path(sys.argv[1]))
-optimizer = torch.optim.SGD(model.parameters(), 1e-3, fused=True)
-for step in range(3):
-    if sys.argv[2] == "inference":
-        with torch.no_grad():
-            call(batch(0, model))
-        continue
-    call(batch(0, model)).sum().backward()
-    if sys.argv[2] == "raw writes":
-        for p in model.parameters():
-            p.data.sub_(p.grad, alpha=1e-3)
-    else:
-        optimizer.step()
-"""
 SAID = {
     "inference": "nothing was written to",
     "raw writes": "no optimizer step was seen in 3 training calls",

@@ -42,6 +42,29 @@ class Model(nn.Module):
         return x
 
 
+# Arguments: the folder, and what ends a step.
+PROGRAM = """
+import sys
+import torch
+from tests.q2compile.telemetry.training import batch, compiled, new_model
+from pathlib import Path
+
+model = new_model(blocks=1)
+call = compiled(model, Path(sys.argv[1]))
+optimizer = torch.optim.SGD(model.parameters(), 1e-3, fused=True)
+for step in range(3):
+    if sys.argv[2] == "inference":
+        with torch.no_grad():
+            call(batch(0, model))
+        continue
+    call(batch(0, model)).sum().backward()
+    if sys.argv[2] == "raw writes":
+        for p in model.parameters():
+            p.data.sub_(p.grad, alpha=1e-3)
+    else:
+        optimizer.step()
+"""
+
 LINEARS = ("gate", "up", "down")
 
 

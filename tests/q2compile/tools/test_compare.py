@@ -13,8 +13,10 @@ from torch.utils.checkpoint import checkpoint
 import q2compile
 from q2compile.recipes.resolve import resolve
 from q2compile.tools import cli
+from q2compile.tools.compare.command import built
 from q2compile.tools.compare.comparison import Comparison
 from q2compile.tools.compare.measurements import ModuleError
+from tests.support.page_data import data_of
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -241,6 +243,49 @@ def test_the_command_writes_the_table_and_options_that_can_be_used(tmp_path, cap
     assert (out / "compare.png").read_bytes().startswith(b"\x89PNG")
     monkeypatch.setenv("Q2COMPILE_CONFIG", str(out / "options.json"))
     assert set(q2compile.Config.from_options({}).policy.values()) == {"bf16"}
+
+
+LAYERS = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x):
+        return x + self.down(F.relu(self.up(x)))
+
+def build():
+    torch.manual_seed(0)
+    model = nn.Sequential(Layer(), Layer(), nn.Linear(64, 32))
+    return model, [torch.randn(32, 64)], lambda y: y.square().mean()
+"""
+
+
+def test_one_policy_follows_from_a_comparison(tmp_path, monkeypatch, capsys):
+    """The page of its folder offers what options.json has, after the rules in force; and layers
+    that share a graph take it."""
+    (tmp_path / "layers.py").write_text(LAYERS)
+    (tmp_path / "given.json").write_text('{"policy": {"2": {"wgrad": "bf16"}, "0.up": "nvfp4"}}')
+    monkeypatch.setenv("Q2COMPILE_CONFIG", str(tmp_path / "given.json"))
+    where = f"{tmp_path / 'layers.py'}:build"
+    assert cli.main(["compare", where, "--budget", "0.55", "--out", str(tmp_path / "out")]) == 0
+    assert cli.main(["report", str(tmp_path / "out")]) == 0
+    policy = json.loads((tmp_path / "out" / "options.json").read_text())["policy"]
+    assert list(policy) in (["0.up", "2", "*.up"], ["0.up", "2", "*.down"])
+    data = data_of((tmp_path / "out" / "report.html").read_text())
+    (written,) = [f["policy"] for f in data["findings"] if f["policy"]]
+    assert list(json.loads(f"{{{written}}}")["policy"].items()) == list(policy.items())
+    assert data["headline"][0].startswith("All 5 matmuls with a weight run in NVFP4")
+    monkeypatch.delenv("Q2COMPILE_CONFIG")
+    model, (x,), _ = built(where)
+    policy = {pattern: rule for pattern, rule in policy.items() if pattern != "0.up"}
+    for layer in model[:2]:
+        layer.compile(backend="quartet2", options={"inner": "eager", "policy": policy})
+    model(x).sum().backward()
 
 
 @pytest.mark.parametrize(

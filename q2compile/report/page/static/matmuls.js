@@ -42,15 +42,32 @@ class Matmuls {
     for (const row of this.rows)
       if (!folded || row.has_parameter)
         groups.set(row.group, [...(groups.get(row.group) || []), row]);
+    const [here, all] = [this.rows, this.data.rows].map(
+      (rows) => new Set(rows.map((row) => row.layer)).size,
+    );
     byId("shown").textContent =
-      `${this.rows.length} of ${countText(this.data.rows.length, "matmul")}` +
+      `${here} of ${countText(all, "matmul")}` +
       (groups.size < this.rows.length ? `, in ${countText(groups.size + folded, "line")}` : "");
-    const lines = this.ordered([...groups]).flatMap(([key, rows]) => this.groupLines(key, rows));
-    const fold = this.foldable(this.rows) ? [this.productsLine()] : [];
-    this.table.replaceChildren(this.head(), h("tbody", {}, lines, fold));
+    this.table.replaceChildren(this.head(), ...this.parts([...groups]));
     if (!this.rows.length) this.table.append(h("caption", {}, "No matmul matches these filters."));
     const { text } = this.filters;
     this.onNarrow(text ? (row) => textMatches(row, text) : null);
+  }
+
+  // The lines of the graphs that layers are counted by, then those of the same layers in others.
+  parts(groups) {
+    return PARTS.map((part, i) => {
+      const own = groups.filter(([, [row]]) => row.part === part);
+      const lines = this.ordered(own).flatMap(([key, rows]) => this.groupLines(key, rows));
+      if (i === 0 && this.foldable(this.rows)) lines.push(this.productsLine());
+      if (i > 0 && lines.length) lines.unshift(this.partLine(part));
+      return h("tbody", {}, lines);
+    });
+  }
+
+  partLine(part) {
+    const text = `The same matmuls, compiled for ${part}`;
+    return h("tr", { class: "part" }, h("td", { colspan: this.columns.length }, text));
   }
 
   // Products of activations, as attention has them, stand in one line while nobody asks for them.
@@ -61,7 +78,7 @@ class Matmuls {
   }
 
   productsLine() {
-    const count = this.rows.filter((row) => !row.has_parameter).length;
+    const count = layersOf(this.rows).filter((row) => !row.has_parameter).length;
     const label = `${countText(count, "product")} of activations, such as attention's, without a weight`;
     const toggle = () => {
       this.products = !this.products;

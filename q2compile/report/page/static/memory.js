@@ -28,7 +28,7 @@ async function showMemory(data) {
 function operandRows(data) {
   const groups = new Map();
   for (const row of data.rows) {
-    if (!row.saved_elements) continue;
+    if (!row.saved_elements || !row.counts) continue;
     const group = groups.get(row.groupPath) || { name: row.groupPath, copies: 0, here: 0, bf16: 0 };
     group.copies += 1;
     group.here += row.saved_bytes;

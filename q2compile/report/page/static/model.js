@@ -4,6 +4,8 @@
 const GEMMS = { fprop: ["x", "w", "y"], dgrad: ["dy", "w", "dx"], wgrad: ["dy", "x", "dw"] };
 const KNOWN_RECIPES = ["quartet2", "nvfp4", "quartet", "mxfp4", "tetrajet2", "mxfp4_2d"];
 const SERIES = 8;
+// Rows of a layer: of the graph that it is counted by, and of others.
+const PARTS = ["the model", "other shapes", "inference"];
 
 // data: see q2compile/report/page/document.py. Adds to it: each row's place, recipe, kernels, and
 // `path`, where it stands in the tree; tree, the root of it; and `texts`, unpacked on demand.
@@ -24,6 +26,7 @@ function loadModel(data) {
     row.shapeText = row.shape.join("×");
     row.reason = row.why.split(/; |: no compiled graph/)[0];
     row.path = pathOf(row);
+    row.part = row.counts ? PARTS[0] : row.training ? PARTS[1] : PARTS[2];
     row.ratios = Object.fromEntries(
       Object.entries(row.predicted).map(([device, times]) => [
         device,
@@ -66,6 +69,7 @@ function pathOf(row) {
 // Rows with equal keys are shown as one.
 function rowKey(row) {
   return [
+    row.part,
     row.shapeText,
     row.state,
     row.recipe && row.recipe.place,
@@ -183,21 +187,32 @@ function nameGroups(item) {
   childItems(item.nodes, `${item.path}.`).forEach(nameGroups);
 }
 
-// Sums over rows: how many of each recipe, bytes saved for the backward.
+// Sums over the layers of rows: how many of each recipe, bytes saved for the backward. A layer that
+// was compiled several times counts once.
 function totals(rows) {
   const sum = { weights: 0, taken: 0, saved: 0, elements: 0, of: new Map() };
+  const layers = new Set();
   for (const row of rows) {
-    if (!row.has_parameter) continue;
-    sum.weights += 1;
-    sum.taken += row.taken;
+    if (!row.has_parameter || !row.counts) continue;
     if (row.saved_elements) {
       sum.saved += row.saved_bytes;
       sum.elements += row.saved_elements;
     }
+    if (layers.has(row.layer)) continue;
+    layers.add(row.layer);
+    sum.weights += 1;
+    sum.taken += row.taken;
     const key = row.recipe || row.state;
     sum.of.set(key, (sum.of.get(key) || 0) + 1);
   }
   return sum;
+}
+
+// The first row of each layer.
+function layersOf(rows) {
+  const layers = new Map();
+  for (const row of rows) if (row.counts && !layers.has(row.layer)) layers.set(row.layer, row);
+  return [...layers.values()];
 }
 
 // A module's path in the model, of a graph's comment: "L['self'].model.layers.0" -> model.layers.0,

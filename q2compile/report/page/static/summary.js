@@ -26,10 +26,17 @@ function showSummary(data, filterBy) {
   );
 }
 
-// A sentence, and the policy that follows from it, as it stands in options.
-function findingElement({ text, policy }) {
+// A sentence, and the policy that follows from it and those before, as it stands in options.
+function findingElement({ text, policy, about }) {
+  if (!policy) return h("li", {}, text);
   const written = h("code", {}, policy);
-  return h("li", {}, text, policy && h("p", { class: "policy" }, written, copyButton(policy)));
+  return h(
+    "li",
+    {},
+    text,
+    h("p", { class: "about" }, about),
+    h("p", { class: "policy" }, written, copyButton(policy)),
+  );
 }
 
 // Copies a text; where the browser forbids it, selects it.
@@ -58,7 +65,7 @@ function tile(title, value, ...more) {
 
 function takenTile(sum, data) {
   const flops = (rows) => rows.reduce((total, row) => total + rowFlops(row), 0);
-  const weights = data.rows.filter((row) => row.has_parameter);
+  const weights = data.rows.filter((row) => row.has_parameter && row.counts);
   const all = flops(weights);
   const share = all ? flops(weights.filter((row) => row.taken)) / all : null;
   return tile(
@@ -85,8 +92,9 @@ function rowFlops(row) {
 }
 
 function leftTile(data, filterBy) {
-  const left = data.rows.filter((row) => row.has_parameter && !row.taken);
-  const others = data.rows.filter((row) => !row.has_parameter);
+  const layers = layersOf(data.rows);
+  const left = layers.filter((row) => row.has_parameter && !row.taken);
+  const others = layers.filter((row) => !row.has_parameter);
   if (!left.length && !others.length) return tile("Left", "none");
   const groups = new Map();
   for (const row of [...left, ...others])
@@ -158,11 +166,13 @@ function bar(name, value, largest, text, tint) {
 function timeTiles(data) {
   const predicted = data.devices.map(({ column, name }) => ({
     name,
-    times: data.rows.filter((row) => row.taken).map((row) => row.predicted[column]),
+    times: data.rows
+      .filter((row) => row.taken && row.counts)
+      .map((row) => row.predicted[column]),
   }));
   const measured = new Map();
-  for (const { measured: times } of data.rows) {
-    if (!times.device) continue;
+  for (const { measured: times, counts } of data.rows) {
+    if (!times.device || !counts) continue;
     if (!measured.has(times.device)) measured.set(times.device, []);
     measured.get(times.device).push(times);
   }
@@ -226,7 +236,7 @@ function microsecondsText(microseconds) {
 }
 
 function recipeCard(recipe, data, filterBy) {
-  const rows = data.rows.filter((row) => row.recipe === recipe);
+  const rows = layersOf(data.rows).filter((row) => row.recipe === recipe);
   return h(
     "article",
     { class: "panel recipe" },

@@ -54,6 +54,14 @@ def test_parts_of_a_run_are_found_where_they_lie(run, tmp_path, capsys):
     alone = run_page(run / "telemetry")
     assert data_of(alone)["rows"] == [] and "8 modules, steps 0 to 30." in alone
     assert data_of(run_page(run / "graphs"))["telemetry"] is None
+    of_comparison = data_of(run_page(run / "compare"))
+    assert [r["module"] for r in of_comparison["rows"]] == [*DOWNS, *UPS]
+    assert of_comparison["headline"][0].startswith("All 8 matmuls with a weight")
+    shutil.copytree(run / "telemetry", tmp_path / "two")
+    shutil.copytree(run / "telemetry", tmp_path / "two" / "model2")
+    (note,) = data_of(run_page(tmp_path / "two"))["notes"]
+    assert note.endswith(f"name one of {tmp_path / 'two' / 'model2'}")
+    shutil.rmtree(tmp_path / "two")
     assert cli.main(["report", str(run / "telemetry"), "--measure", "-o", str(tmp_path / "p")]) == 2
     assert "--measure times the matmuls of a dump" in capsys.readouterr().err
     assert cli.main(["report", str(tmp_path)]) == 2
@@ -63,6 +71,26 @@ def test_parts_of_a_run_are_found_where_they_lie(run, tmp_path, capsys):
     (tmp_path / "report.txt").write_text("")
     assert cli.main(["report", str(tmp_path)]) == 2
     assert "not as q2compile writes it (KeyError" in capsys.readouterr().err
+
+
+def test_a_model_that_was_evaluated_is_shown_once(browser, tmp_path):
+    """The table has the lines of its inference graph below, which no figure counts."""
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    options = {"inner": "eager", "dump": str(tmp_path)}
+    call = torch.compile(model, backend="quartet2", options=options)
+    call(torch.randn(32, 64)).sum().backward()
+    with torch.no_grad():
+        call(torch.randn(32, 64))
+    assert cli.main(["report", str(tmp_path)]) == 0
+    browser.open(tmp_path / "report.html")
+    assert browser.texts("h1") == ["All 2 matmuls with a weight run in NVFP4 (quartet2)."]
+    assert browser.texts("#tiles .value")[0] == "2 of 2"
+    assert browser.texts("#shown") == ["2 of 2 matmuls, in 2 lines"]
+    assert shown(browser) == ["0–1", "0–1"]
+    assert browser.texts("#table .part") == ["The same matmuls, compiled for inference"]
+    assert len(browser.texts("#tree .line, .tree .line")) == 1
+    assert browser.errors() == []
 
 
 @pytest.mark.parametrize("part", ["graphs", "telemetry", "compare"])
@@ -77,9 +105,12 @@ def test_two_folders_with_the_same_part(run, part, tmp_path, capsys):
 def test_it_opens_with_what_hurts_and_policies_to_copy(opened):
     texts = opened.texts("#findings li")
     assert 2 <= len(texts) <= 4
-    assert texts[0].startswith(f"NaN or Inf came first in dy of dgrad of {UPS[2]}, at step 3.")
+    assert texts[0].startswith(
+        f"The first NaN or Inf appeared in dy of dgrad of {UPS[2]}, at step 3."
+    )
     codes = opened.texts("#findings code")
-    assert codes[0] == f'"policy": {{"{UPS[2]}": "bf16"}}'
+    in_force = '"head": "bf16", "*.down": {"dgrad": "bf16"}'
+    assert codes == [f'"policy": {{{in_force}, "{UPS[2]}": "bf16", "*.up": "bf16"}}']
     opened.click("#findings button", "Copy")
     said = opened.until(
         "const said = document.querySelector('#findings button').textContent;"
