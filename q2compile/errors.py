@@ -8,6 +8,7 @@ import reprlib
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
+import torch._dynamo.config
 from torch._dynamo.exc import ShortenTraceback
 
 
@@ -25,6 +26,11 @@ class BackendError(ShortenTraceback):
 
     def __str__(self) -> str:
         return self.message
+
+    def remove_dynamo_frames(self) -> BackendError:
+        """What Dynamo raises: without the frames between the call of compiled code and this error,
+        thirty of Dynamo's and some of ours. TORCHDYNAMO_VERBOSE=1 shows them."""
+        return self if torch._dynamo.config.verbose else self.with_traceback(None)
 
 
 class ConfigError(BackendError, ValueError):

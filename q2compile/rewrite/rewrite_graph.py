@@ -129,10 +129,13 @@ def _policy_row(
 
 def _row(found: Matmul | NotTaken, names: Names) -> Row:
     parameter = found.parameter
-    name = names.of(parameter, found.node) if parameter is not None else f"<{found.node.name}>"
+    if parameter is not None:
+        name = names.of(parameter, found.node)
+    else:
+        name = names.linear(found.node) if found.spelling == "linear" else ""
     value = found.node.meta.get("example_value")
-    row = Row(name, (), found.spelling, has_parameter=parameter is not None)
-    row.scope = names.scope(found.node) if parameter is None else ""
+    row = Row(name or f"<{found.node.name}>", (), found.spelling, has_parameter=bool(name))
+    row.scope = "" if row.has_parameter else names.scope(found.node)
     if stack := stack_of(found.node):
         row.source = [stack[-1].file, stack[-1].line, stack[-1].code]
     if isinstance(value, torch.Tensor):

@@ -16,6 +16,8 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensor, FakeTensorMode
 
+from q2compile.torch_internals.fsdp1 import is_flattened
+
 # Whether a compiled graph gives the right gradient to an input that is an AsyncCollectiveTensor. It
 # does in 2.11; from 2.12 to 2.15 backward fails in DTensor's redistribute.
 ASYNC_INPUTS_KEEP_GRADIENTS = torch.__version__ < "2.12"
@@ -204,7 +206,7 @@ def compile_id() -> str:
 def parameter_of(node: fx.Node) -> torch.nn.Parameter | None:
     """The parameter behind a placeholder of a Dynamo graph, or behind a get_attr node, which
     parameters become under Inductor's freezing; None if it stands for something else. A tensor that
-    torch.func.functional_call puts in a parameter's place is one too.
+    torch.func.functional_call or FSDP1 puts in a parameter's place is one too.
     """
     if node.op == "get_attr":
         value: Any = node.graph.owning_module
@@ -218,7 +220,9 @@ def parameter_of(node: fx.Node) -> torch.nn.Parameter | None:
         example = arg.example
     except AssertionError:  # the example was a temporary that is gone: no parameter
         return None
-    stands_in = isinstance(example, torch.Tensor) and "._parameters['" in source_text(arg)
+    stands_in = isinstance(example, torch.Tensor) and (
+        "._parameters['" in source_text(arg) or is_flattened(example)
+    )
     return example if isinstance(example, torch.nn.Parameter) or stands_in else None
 
 
