@@ -8,7 +8,6 @@ import reprlib
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
-import torch._dynamo.config
 from torch._dynamo.exc import ShortenTraceback
 
 
@@ -28,9 +27,9 @@ class BackendError(ShortenTraceback):
         return self.message
 
     def remove_dynamo_frames(self) -> BackendError:
-        """What Dynamo raises: without the frames between the call of compiled code and this error,
-        thirty of Dynamo's and some of ours. TORCHDYNAMO_VERBOSE=1 shows them."""
-        return self if torch._dynamo.config.verbose else self.with_traceback(None)
+        """Dynamo raises what this returns: the error without the thirty frames of Dynamo and ours
+        that are between the call of the compiled code and the place where it was raised."""
+        return self.with_traceback(None)
 
 
 class ConfigError(BackendError, ValueError):

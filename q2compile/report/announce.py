@@ -75,8 +75,8 @@ def _say_that_no_graph_came() -> None:
             "q2compile: torch.compile was given backend='quartet2', and no graph came to it: "
             "nothing ran in 4 bits. Either what it returned was never called, or it ran inside "
             "another torch.compile, whose backend replaces it, or under torch.compiler.disable, or "
-            "FullyShardedDataParallel (FSDP1) wraps it, which is not supported while fully_shard "
-            "is, or it was Module.compile of torch's own class, such as nn.Sequential, which compiles "
+            "FSDP1 (FullyShardedDataParallel, not supported while fully_shard is) wraps the model, "
+            "or it was Module.compile of torch's own class, such as nn.Sequential, which compiles "
             "nothing before torch 2.14: torch.compile(model) does"
         )
 
@@ -94,7 +94,7 @@ def _show_if_unconfigured() -> None:
 
 def compiled(title: str, rows: Sequence[Row], config: Config) -> None:
     """Lines about a graph that was rewritten."""
-    if not any(row.has_weight for row in rows):
+    if not _of_weights(rows):
         return
     if _is_first(rows, config) and process_rank() == 0:
         _show_if_unconfigured()
@@ -110,6 +110,12 @@ def compiled(title: str, rows: Sequence[Row], config: Config) -> None:
         what = f"{row.recipe} ({row.pattern!r})" if row.pattern else row.recipe
         text = what if row.taken else f"left: {row.why}"
         LOG.debug("%s: %s %s %s", title, row.module, shape_text(row), text)
+
+
+def _of_weights(rows: Sequence[Row]) -> list[Row]:
+    """The matmuls with a parameter; in a graph that has none the linears, whose weights may be
+    what another library has put in the place of parameters."""
+    return [row for row in rows if row.has_parameter] or [r for r in rows if r.spelling == "linear"]
 
 
 def _level(rows: Sequence[Row]) -> int:
@@ -152,7 +158,7 @@ def passed(title: str, record: PassRecord) -> None:
 def summary(rows: Sequence[Row]) -> str:
     """ "q2compile: 56 of 57 matmuls in NVFP4 (quartet2); left: lm_head (policy)". Matmuls of two
     activations, such as attention's, are not counted."""
-    rows = [row for row in rows if row.has_weight]
+    rows = _of_weights(rows)
     taken = [row for row in rows if row.taken]
     text = f"q2compile: {len(taken)} of {len(rows)} matmuls"
     if taken:

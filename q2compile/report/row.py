@@ -84,11 +84,6 @@ class Row:
     scope: str = ""
     source: list[Any] = field(default_factory=list)
 
-    @property
-    def has_weight(self) -> bool:
-        """Whether it multiplies an activation by a weight, a parameter or not."""
-        return self.has_parameter or self.spelling == "linear"
-
     def to_json(self) -> dict[str, Any]:
         row = {f.name: getattr(self, f.name) for f in fields(self)}  # asdict would copy symbols
         row["shape"] = [n if isinstance(n, int) else str(n) for n in self.shape]

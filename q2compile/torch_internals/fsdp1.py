@@ -15,5 +15,5 @@ _FLATTENED = "_fsdp_flattened"  # FSDP1 sets it on parameters and on the flat pa
 
 
 def is_flattened(t: Tensor) -> bool:
-    """Whether ``t`` is a parameter that FSDP1 has flattened, the flat parameter, or a view of it."""
+    """Whether ``t`` is a parameter that FSDP1 has flattened, or the flat one, or its view."""
     return hasattr(t, _FLATTENED) or hasattr(t._base, _FLATTENED)
