@@ -70,6 +70,7 @@ class Names:
     failure   the error that was raised while the model was searched; names are then relative to the
               compiled frame
     places    id(parameter) -> which of the graph's inputs it is
+    taken     the parameters whose matmuls were rewritten
     """
 
     root: nn.Module | None = None
@@ -81,6 +82,7 @@ class Names:
     served: dict[int, list[str]] = field(default_factory=dict)
     failure: Exception | None = None
     places: dict[int, int] = field(default_factory=dict)
+    taken: list[nn.Parameter] = field(default_factory=list)
 
     @classmethod
     def of_graph(cls, gm: fx.GraphModule) -> Names:

@@ -121,7 +121,8 @@ class GraphLog:
         backward.
         """
         if collector.get() is None:  # `explain` compiles for its report alone
-            expect.compiled(self._rows, names.held, names.root)
+            was_taken = any(row.taken for row in self._rows)
+            compiled = expect.compiled(compiled, self._rows, names, was_taken=was_taken)
         if not self._config.strict:
             return compiled
         if compiles_ahead_of_time():

@@ -48,6 +48,7 @@ def rewrite(gm: fx.GraphModule, config: Config, names: Names) -> list[Row]:
             try:
                 replace_by_linear(found, recipe, salt)
                 row.taken, row.salt = True, salt
+                names.taken.append(found.parameter)
                 salt += 1
             except _NOT_OF_ONE_MATMUL:
                 raise
