@@ -8,6 +8,8 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch.utils.weak import WeakIdKeyDictionary
+
 from q2compile.cost_model.devices import ASSUMPTIONS, DEVICES
 from q2compile.report.graph_record import GraphRecord
 from q2compile.report.page.document import report_page
@@ -35,6 +37,7 @@ class Report:
         self.graph_files: dict[int, dict[str, str]] = {}  # number -> what its dump would hold
         self.run = RunFacts()
         self._coverages: list[Coverage] = []
+        self.by_root: Any = WeakIdKeyDictionary()  # for `Coverage.of`
         self._closed: tuple[list[Row], list[str]] | None = None
 
     def add(self, rows: list[Row], coverage: Coverage) -> None:
@@ -64,7 +67,13 @@ class Report:
     def rows(self) -> list[Row]:
         if self._closed is not None:
             return self._closed[0]
-        return self.compiled_rows + [row for c in self._coverages for row in c.not_seen()]
+        # Parts of one model that have options of their own know the same linears.
+        not_seen: dict[Any, Row] = {}
+        for coverage in self._coverages:
+            for row in coverage.not_seen():
+                first = not_seen.setdefault((id(coverage.root()), row.module), row)
+                first.wanted |= row.wanted
+        return [*self.compiled_rows, *not_seen.values()]
 
     @property
     def notes(self) -> list[str]:

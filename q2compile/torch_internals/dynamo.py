@@ -198,6 +198,19 @@ def skips_forward_of(module: torch.nn.Module) -> bool:
     return code is None or bool(torch._dynamo.trace_rules.check(code))
 
 
+def recompile_limit() -> int:
+    """How many times Dynamo compiles one function; it runs further calls without compiling them."""
+    limit: int = torch._dynamo.config.recompile_limit
+    return limit
+
+
+def is_at_recompile_limit(module: torch.nn.Module) -> bool:
+    """Whether Dynamo has compiled the forward of the module's class that many times."""
+    code = getattr(type(module).forward, "__code__", None)
+    entries = getattr(torch._dynamo.eval_frame, "_debug_get_cache_entry_list", None)
+    return code is not None and entries is not None and len(entries(code)) >= recompile_limit()
+
+
 def compile_id() -> str:
     """Dynamo's number of the graph that is compiled now, as in its logs: "0/0"."""
     return str(torch._guards.CompileContext.current_compile_id())
