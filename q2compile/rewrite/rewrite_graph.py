@@ -91,7 +91,7 @@ def planned(
 def _plan(
     found: Matmul | NotTaken, config: Config, names: Names
 ) -> tuple[Matmul | NotTaken, Row, Recipe]:
-    router = isinstance(found, Matmul) and is_router(found)
+    router = is_router(found)
     row = _policy_row(found, config, names, router=router)
     if isinstance(found, NotTaken):
         return found, row, RECIPES["bf16"]
