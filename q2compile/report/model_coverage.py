@@ -208,7 +208,7 @@ class Coverage:
         for pattern in patterns:
             if found := difflib.get_close_matches(pattern.strip("*."), last, n=1, cutoff=0.8):
                 near.append(_pattern_of(found[0], last[found[0]]))
-            elif found := difflib.get_close_matches(pattern, names, n=1, cutoff=0.5):
+            elif found := difflib.get_close_matches(pattern, names, n=1):
                 near.append(_pattern_of(found[0], found[0]))
         return f" (did you mean {', '.join(map(repr, near))}?)" if near else ""
 
