@@ -3,22 +3,23 @@
 
 from __future__ import annotations
 
+import atexit
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from q2compile.capture.module_names import Names
 from q2compile.capture.module_tree import named_modules, named_parameters, unwrapped
 from q2compile.errors import ConfigError, NotTakenError, shown
+from q2compile.report import announce
 from q2compile.report.row import Row
 from q2compile.torch_internals.aot_autograd import compiles_ahead_of_time
 from q2compile.torch_internals.fsdp1 import UNSUPPORTED, is_flattened
+from q2compile.torch_internals.ranks import process_rank
 
 _MOST = 5  # reasons in a message
 
@@ -48,7 +49,8 @@ def expect(model: nn.Module) -> None:
         ConfigError, a ValueError: ``model`` is no module, or none of its parameters is trained.
         NotTakenError, a RuntimeError: in the first backward. It says whether a graph came at all,
             and why its matmuls were left. Under FSDP1 (FullyShardedDataParallel) at once; if that
-            wraps the model later, when its first graph comes, or else before an optimizer steps.
+            wraps the model later, when its first graph comes; if none comes, a line at exit says
+            so.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"expect: got {shown(type(model).__name__)}; allowed: a torch.nn.Module")
@@ -73,14 +75,13 @@ def compiled(
 
     Raises NotTakenError for a model that FSDP1 has wrapped since it was expected.
     """
-    for model, expected in list(_expected.items()):
-        own = {id(p) for _, p in named_parameters(model)}
-        held = [p for p in names.held if id(p) in own]
-        if held and not was_taken:
-            expected.left.update((f"{row.module}: {row.why}", None) for row in rows if row.why)
-        if any(map(is_flattened, held)):
-            raise _error(model, UNSUPPORTED)
     if not was_taken:
+        for model, expected in list(_expected.items()):
+            held = [p for _, p in named_parameters(model) if any(p is q for q in names.held)]
+            if any(map(is_flattened, held)):
+                raise _error(model, UNSUPPORTED)
+            if held:
+                expected.left.update((f"{row.module}: {row.why}", None) for row in rows if row.why)
         return run
     if compiles_ahead_of_time():
         if names.root is not None:
@@ -112,12 +113,7 @@ class _Expected:
     def __init__(self, model: nn.Module, trained: Sequence[Tensor]) -> None:
         self.left: dict[str, None] = {}
         self._model = weakref.ref(model)
-        self._hooks: list[Any] = [
-            p.register_post_accumulate_grad_hook(self._raise) for p in trained
-        ]
-        step_hook = register_optimizer_step_pre_hook(self._raise_under_fsdp1)
-        self._hooks.append(step_hook)
-        weakref.finalize(model, step_hook.remove).atexit = False
+        self._hooks = [p.register_post_accumulate_grad_hook(self._raise) for p in trained]
 
     def forget(self) -> None:
         for hook in self._hooks:
@@ -139,15 +135,16 @@ class _Expected:
             )
         raise _error(model, why)
 
-    def _raise_under_fsdp1(self, optimizer: Optimizer, *_: Any) -> None:
-        """FSDP1 gives the gradients to a parameter of its own, on which there is no hook."""
-        if torch.compiler.is_compiling():
-            return
-        model = self._model()
-        own = {id(p) for _, p in named_parameters(model)} if model is not None else ()
-        stepped = (p for group in optimizer.param_groups for p in group["params"])
-        if model is not None and any(id(p) in own and is_flattened(p) for p in stepped):
-            raise _error(model, UNSUPPORTED)
+
+def _say_what_waits_under_fsdp1() -> None:
+    """FSDP1 gives the gradients to a parameter of its own, on which there is no hook. If no graph
+    has come either, the models that still wait at exit show it."""
+    for model in list(_expected) if process_rank() == 0 else ():
+        if any(is_flattened(p) for _, p in named_parameters(model)):
+            announce.LOG.warning("q2compile: %s", _error(model, UNSUPPORTED))
+
+
+atexit.register(_say_what_waits_under_fsdp1)
 
 
 def _error(model: nn.Module, why: str) -> NotTakenError:

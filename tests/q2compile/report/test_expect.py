@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import pickle
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
-from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import q2compile
 from q2compile.report import expect as module
@@ -164,15 +164,24 @@ def test_a_graph_that_failed_and_runs_in_bf16_is_named(monkeypatch: pytest.Monke
         step(model)
 
 
-def test_a_compiled_optimizer_steps_while_a_model_waits() -> None:
-    model, other = pair()
+@pytest.mark.parametrize("made", [Mlp, lambda: nn.Sequential(nn.Linear(64, 64), nn.ReLU())])
+def test_a_model_that_waits_is_compiled_as_any_other(made: Callable[[], nn.Module]) -> None:
+    """In one graph, which is not compiled again when the hooks are removed. A copy waits for
+    nothing, and can be saved."""
+    model = made()
     q2compile.expect(model)
-    (weight, *_) = other.parameters()
-    weight.grad = torch.ones_like(weight)
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    expected = weight.detach() - 1
-    torch.compile(optimizer.step, backend="eager")()
-    torch.testing.assert_close(weight.detach(), expected)
+    assert hooks(model) > 0
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    for call in (model, lambda x: model(x)):
+        torch._dynamo.reset()
+        q2compile.expect(model)
+        graphs = counters["stats"]["unique_graphs"]
+        compiled = torch.compile(call, backend="quartet2", options=OPTIONS, fullgraph=True)
+        for _ in range(2):
+            compiled(torch.randn(32, 64)).sum().backward()
+        assert counters["stats"]["unique_graphs"] == graphs + 1
+        assert hooks(model) == 0
+    copied(torch.randn(32, 64)).sum().backward()
 
 
 def test_a_wrapper_and_a_compiled_function() -> None:
@@ -208,4 +217,3 @@ def test_the_model_can_go_away() -> None:
     assert model in module._expected
     del model
     assert not list(module._expected.keys())
-    assert not _global_optimizer_pre_hooks
