@@ -96,7 +96,7 @@ def quartet2(
         if not stage:  # Inductor's own error: what it compiled is no work of ours
             raise
         log.left_in_bf16(faults.raise_or_warn(stage, gm, error), names)
-        return compile_plain(gm, example_inputs, config, gathered)
+        compiled = compile_plain(gm, example_inputs, config, gathered)
     finally:
         forget_arguments(rewritten, dynamo=gm)
     return log.checked(compiled, names)

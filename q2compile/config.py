@@ -34,6 +34,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+SEEDS = range(-(2**63), 2**64)  # what the option ``seed`` takes
+
 CONFIG_FILE_VARIABLE = "Q2COMPILE_CONFIG"
 
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", "lite"]
@@ -207,7 +209,7 @@ class Config:
         one_of("inner", self.inner, ("inductor", "eager"))
         one_of("on_error", self.on_error, ("raise", "bf16"))
         is_number = isinstance(self.seed, int) and not isinstance(self.seed, bool)
-        if self.seed is not None and not (is_number and -(2**63) <= self.seed < 2**64):
+        if self.seed is not None and not (is_number and SEEDS.start <= self.seed < SEEDS.stop):
             raise ConfigError(
                 f"seed: got {shown(self.seed)}; allowed: an int of 64 bits, or None for torch's "
                 "default generator"

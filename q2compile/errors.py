@@ -26,6 +26,11 @@ class BackendError(ShortenTraceback):
     def __str__(self) -> str:
         return self.message
 
+    def remove_dynamo_frames(self) -> BackendError:
+        """Dynamo raises what this returns: the error without the thirty frames of Dynamo and ours
+        that are between the call of the compiled code and the place where it was raised."""
+        return self.with_traceback(None)
+
 
 class ConfigError(BackendError, ValueError):
     """An option, a recipe, a policy or an environment setting that can't be used as given."""
@@ -49,19 +54,51 @@ class StageError(BackendError, RuntimeError):
         self.stage, self.graph, self.reproducer = stage, graph, reproducer
 
 
-def one_of(what: str, got: object, allowed: Collection[str]) -> str:
-    """``got`` if it is one of ``allowed``.
+# What other libraries call our names.
+_SYNONYMS = {
+    "fwd": "fprop",
+    "forward": "fprop",
+    "grad_input": "dgrad",
+    "grad_weight": "wgrad",
+    "bfloat16": "bf16",
+    "input": "x",
+    "weight": "w",
+    "grad_output": "dy",
+}
+_ALIKE = 0.7  # of 1; what is less alike is another word
+_MOST_LISTED = 40
 
-    Raises ValueError saying what came, the nearest right name and what is allowed (up to 24 names).
+
+def one_of(what: str, got: object, allowed: Collection[str], listed_by: str = "") -> str:
+    """``got`` if it is one of ``allowed``; ``listed_by``: the call that prints them all.
+
+    Raises ValueError saying what came, the right name that was probably meant, and what is allowed,
+    if that is not too long.
     """
     if isinstance(got, str) and got in allowed:
         return got
-    word = got[:200] if isinstance(got, str) else shown(got)
-    near = difflib.get_close_matches(word, list(allowed), n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else "."
-    first = list(allowed)[:24]
-    more = f" and {len(allowed) - len(first)} more" if len(allowed) > len(first) else ""
-    raise ConfigError(f"unknown {what} {shown(got)}{hint} Allowed: {', '.join(first)}{more}.")
+    near = _meant(got[:200], allowed) if isinstance(got, str) else ""
+    hint = f"; did you mean {near!r}?" if near else "."
+    listed = f"Allowed: {', '.join(allowed)}."
+    if len(allowed) > _MOST_LISTED:
+        listed = f"{len(allowed)} are allowed; {listed_by} lists them."
+    raise ConfigError(f"unknown {what} {shown(got)}{hint} {listed}")
+
+
+def _meant(word: str, allowed: Collection[str]) -> str:
+    """The allowed name that ``word`` stands for: by another name, with a slip of the pen, or as a
+    part of it. "" if nobody can have meant any."""
+    plain = {_plain(name): name for name in allowed}
+    word = _plain(word)
+    if _SYNONYMS.get(word) in allowed:
+        return _SYNONYMS[word]
+    near = difflib.get_close_matches(word, plain, n=1, cutoff=_ALIKE)
+    near = near or sorted((n for n in plain if word in n.split("_")), key=len)
+    return plain[near[0]] if near else ""
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("-", "_")
 
 
 _REPR = reprlib.Repr()

@@ -15,7 +15,10 @@ from q2compile.capture.matmul import Matmul, NotTaken, View
 from q2compile.capture.views import example, is_view_or_cast, viewed
 from q2compile.linear import tensor_parallel
 from q2compile.torch_internals.dynamo import parameter_of
+from q2compile.torch_internals.fsdp1 import UNSUPPORTED, is_flattened
 from q2compile.torch_internals.jagged import ragged_dimension
+
+COMPUTED = "the weight is computed, not a parameter or a view of one"
 
 
 @dataclass
@@ -71,15 +74,28 @@ class Call:
     def taken(self, parameter: nn.Parameter, x: Any, w: Any, **views: Any) -> Matmul | NotTaken:
         matmul = Matmul(self.scope.gm, self.node, self.spelling, parameter, x, w, **views)
         matmul = _one_expert(matmul) if matmul.is_part and matmul.bias is None else matmul
-        why = _unusable(matmul) or tensor_parallel.unplanned(*matmul.operands())
+        why = UNSUPPORTED if is_flattened(parameter) else _unusable(matmul)
+        why = why or tensor_parallel.unplanned(*matmul.operands())
         return self.left(why, parameter) if why else matmul
 
-    def weight(self) -> nn.Parameter | None:
-        """The first parameter of two or more dimensions among the arguments."""
-        for argument in tree_leaves((self.node.args, self.node.kwargs)):
-            parameter = self.scope.parameter(argument)
-            if parameter is not None and parameter.ndim >= 2:
-                return parameter
+    def no_parameter(self, *operands: Any) -> tuple[str, nn.Parameter | None]:
+        """Why a product is left of which no operand is a parameter, and the parameter that one of
+        them is computed from, the first if possible."""
+        for parameter in map(self.scope.computed_from, operands):
+            if parameter is not None:
+                return COMPUTED, parameter
+        return "activation × activation", None
+
+    def weight(self, *, computed: bool = True) -> nn.Parameter | None:
+        """The first parameter of two or more dimensions among the arguments; ``computed``: or else
+        the first that an argument is computed from."""
+        nodes = [
+            a for a in tree_leaves((self.node.args, self.node.kwargs)) if isinstance(a, fx.Node)
+        ]
+        for find in (self.scope.parameter, self.scope.computed_from)[: 1 + computed]:
+            for parameter in map(find, nodes):
+                if parameter is not None and parameter.ndim >= 2:
+                    return parameter
         return None
 
 

@@ -64,7 +64,7 @@ def einsum(call: Call) -> Matmul | NotTaken | None:
     elif second is not None:
         (w, x), parameter = orders[1], second
     else:
-        return call.left("activation × activation")
+        return call.left(*call.no_parameter(*operands))
     equation = _Equation.of(text, subs[x], subs[w], out, example(operands[x]).ndim)
     return _of_parameter(call, equation, operands[x], operands[w], parameter)
 

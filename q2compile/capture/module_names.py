@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -69,6 +70,8 @@ class Names:
     served    id(parameter) -> sites of equal layers that Dynamo will run with the same graph
     failure   the error that was raised while the model was searched; names are then relative to the
               compiled frame
+    places    id(parameter) -> which of the graph's inputs it is
+    taken     the parameters whose matmuls were rewritten
     """
 
     root: nn.Module | None = None
@@ -80,6 +83,8 @@ class Names:
     models: Mapping[str, nn.Module] = field(default_factory=dict)
     served: dict[int, list[str]] = field(default_factory=dict)
     failure: Exception | None = None
+    places: dict[int, int] = field(default_factory=dict)
+    taken: list[nn.Parameter] = field(default_factory=list)
 
     @classmethod
     def of_graph(cls, gm: fx.GraphModule) -> Names:
@@ -87,19 +92,24 @@ class Names:
         compile time.
         """
         sources: dict[int, str] = {}
-        held = []
+        held, places = [], {}
         nodes = gm.graph.find_nodes
-        for node in (*nodes(op="placeholder"), *nodes(op="get_attr")):
+        inputs = nodes(op="placeholder")
+        for place, node in enumerate((*inputs, *nodes(op="get_attr"))):
             parameter = parameter_of(node)
             if parameter is not None:
                 sources[id(parameter)] = _path_in_frame(node)
                 held.append(parameter)
+                if place < len(inputs):
+                    places[id(parameter)] = place
         try:
             # Compiled autograd runs a module of its own making: no user's module is in its frame.
-            return cls._found([] if in_compiled_autograd() else running(), held, sources)
+            names = cls._found([] if in_compiled_autograd() else running(), held, sources)
         except Exception as error:
             by_path = {key: [path] for key, path in sources.items()}
-            return cls(None, by_path, held, None, failure=error)
+            names = cls(None, by_path, held, prefix=None, failure=error)
+        names.places = places
+        return names
 
     @classmethod
     def _found(
@@ -170,6 +180,13 @@ class Names:
                     return name
         return names[0]
 
+    def linear(self, node: fx.Node) -> str:
+        """The site of the nn.Linear whose code made the node; "" for any other node. It names a
+        matmul whose weight is no parameter: what another library has put in a parameter's place.
+        """
+        stack = list((node.meta.get("nn_module_stack") or {}).values())
+        return self.scope(node) if stack and _is_class_of_linear(stack[-1][1]) else ""
+
     def scope(self, node: fx.Node) -> str:
         """The module whose code made the node; "" where Dynamo does not say."""
         stack = list((node.meta.get("nn_module_stack") or {}).values())
@@ -212,7 +229,12 @@ def loose_weights(root: nn.Module, label: str = "") -> dict[str, torch.Size]:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    return issubclass(type(module), nn.Linear) or type(module).__name__ == "Conv1D"
+    return _is_class_of_linear(type(module))
+
+
+def _is_class_of_linear(cls: Any) -> bool:
+    """``cls``: a class, or its name, as it is in graphs that were loaded."""
+    return isinstance(cls, type) and (issubclass(cls, nn.Linear) or cls.__name__ == "Conv1D")
 
 
 def site_names(root: nn.Module, label: str = "") -> list[str]:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from q2compile.capture.matmul import Matmul
+from q2compile.capture.matmul import Matmul, NotTaken
 from q2compile.capture.views import called, is_view_or_cast
 
 _MOST_EXPERTS = 1024  # a head has more outputs, also where tokens are drawn from its top ones
@@ -24,12 +24,21 @@ _BETWEEN = frozenset(
 _CHOICES = (torch.topk, "topk", _aten.topk)
 
 
-def is_router(found: Matmul) -> bool:
+def _experts(found: Matmul | NotTaken) -> int:
+    """The rows of the weight of y = x wᵀ; of a matmul that is left the weight's smaller size."""
+    if isinstance(found, Matmul):
+        _, w, _ = found.operands()
+        return int(w.shape[-2])
+    assert found.parameter is not None
+    return min(found.parameter.shape)
+
+
+def is_router(found: Matmul | NotTaken) -> bool:
     """Whether the result, or scores made of it alone, goes into a topk: over the experts of each
     token, or over the tokens of each expert.
     """
-    _, w, _ = found.operands()
-    if w.ndim != 2 or w.shape[0] > _MOST_EXPERTS:
+    parameter = found.parameter
+    if parameter is None or parameter.ndim != 2 or _experts(found) > _MOST_EXPERTS:
         return False
     todo: list[fx.Node] = [found.node]
     seen = set(todo)

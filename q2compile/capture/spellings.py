@@ -13,7 +13,7 @@ from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from q2compile.capture import expert_spellings
-from q2compile.capture.call import Call, Scope
+from q2compile.capture.call import COMPUTED, Call, Scope
 from q2compile.capture.einsum_spellings import einsum
 from q2compile.capture.matmul import Matmul, NotTaken, View
 from q2compile.capture.views import called, example
@@ -21,7 +21,6 @@ from q2compile.capture.views import called, example
 aten = torch.ops.aten
 
 _TRANSPOSED: tuple[View, ...] = (("transpose", (0, 1)),)
-_COMPUTED = "the weight is computed, not a parameter or a view of one"
 
 
 def _linear(call: Call) -> Matmul | NotTaken:
@@ -30,7 +29,7 @@ def _linear(call: Call) -> Matmul | NotTaken:
     if parameter is None and w.op == "placeholder":
         return call.left("the weight is an input of the graph, and no nn.Parameter")
     if parameter is None:
-        return call.left(_COMPUTED, call.scope.computed_from(w))
+        return call.left(COMPUTED, call.scope.computed_from(w))
     bias, y_views = _bias_or_added(call, bias, example(w).shape[:-1])
     return call.taken(parameter, x, w, bias=bias, y_views=y_views)
 
@@ -78,11 +77,7 @@ def _matmul(call: Call) -> Matmul | NotTaken:
     experts = expert_spellings.batched(call, a, b, added)
     if experts is not None:
         return experts
-    for operand in (b, a):
-        parameter = call.scope.computed_from(operand)
-        if parameter is not None:
-            return call.left(_COMPUTED, parameter)
-    return call.left("activation × activation")
+    return call.left(*call.no_parameter(b, a))
 
 
 _Handler = Callable[[Call], Matmul | NotTaken | None]
@@ -231,6 +226,6 @@ def _foreign_call(scope: Scope, node: fx.Node) -> tuple[Call, _Handler] | None:
         and scope.parameter(argument) is None
         for argument in tree_leaves((node.args, node.kwargs))
     )
-    if not takes_activation or call.weight() is None:
+    if not takes_activation or call.weight(computed=False) is None:
         return None
     return call, _never(f"{name} is a custom op, whose use of its weight is not known")

@@ -82,9 +82,18 @@ class Policy:
         return RECIPES["bf16"] if router else self.default, ""
 
     @property
+    def recipes(self) -> list[Recipe]:
+        return [self.default, *(rule.recipe for rule in self.rules)]
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether any recipe in it does."""
+        return any(recipe.quantizes for recipe in self.recipes)
+
+    @property
     def random_forward(self) -> bool:
         """Whether any recipe in it draws a seed in the forward."""
-        return any(r.random_forward for r in (self.default, *(rule.recipe for rule in self.rules)))
+        return any(recipe.random_forward for recipe in self.recipes)
 
     def unmatched(self, names: Iterable[str]) -> list[str]:
         """The patterns that match none of ``names``, in order."""

@@ -3,13 +3,16 @@
 
 The logger is "q2compile", so ``TORCH_LOGS="q2compile"`` shows it as it shows torch's own. By level:
 
-    WARNING a part that failed and stays in bf16; an option that has no effect; at exit,
-            that torch.compile was given the backend and no graph came
-    INFO    a line for the first graph with matmuls to quantize that a process compiles, and one
-            for what is emulated on its GPU; they are shown even where nobody has configured
-            logging: once, on stderr, by rank 0
+    WARNING a part that failed and stays in bf16; an option that has no effect; a line for the first
+            graph with linears that the policy wants and of which none was taken; at exit, that
+            torch.compile was given the backend and no graph came
+    INFO    a line for the first graph with matmuls in 4 bits that a process compiles, one for the
+            first whose linears are all left because the policy says so, and one for what is
+            emulated on its GPU
     DEBUG   the options in force, a line for every graph, one for every matmul in it, and what each
             pass did
+
+The lines for first graphs are shown even where nobody has configured logging: on stderr, by rank 0.
 
 To silence it: ``TORCH_LOGS="-q2compile"`` as by
 ``logging.getLogger("q2compile").setLevel("ERROR")``."""
@@ -21,6 +24,7 @@ import logging
 import re
 import sys
 from collections.abc import Sequence
+from typing import ClassVar
 
 from torch.utils.data import get_worker_info
 
@@ -47,10 +51,12 @@ class _Stderr(logging.Handler):
 
 
 class First:
-    """Whether a graph came in this process, and whether one had matmuls to quantize."""
+    """Whether a graph came in this process, and whether one had matmuls in 4 bits; ``left``: the
+    levels of the lines about graphs that had none."""
 
     came = False
     compiled = False
+    left: ClassVar[set[int]] = set()
 
 
 def graph_came() -> None:
@@ -69,7 +75,8 @@ def _say_that_no_graph_came() -> None:
             "q2compile: torch.compile was given backend='quartet2', and no graph came to it: "
             "nothing ran in 4 bits. Either what it returned was never called, or it ran inside "
             "another torch.compile, whose backend replaces it, or under torch.compiler.disable, or "
-            "it was Module.compile of torch's own class, such as nn.Sequential, which compiles "
+            "FSDP1 (FullyShardedDataParallel, not supported while fully_shard is) wraps the model, "
+            "or it was Module.compile of torch's own class, such as nn.Sequential, which compiles "
             "nothing before torch 2.14: torch.compile(model) does"
         )
 
@@ -87,13 +94,11 @@ def _show_if_unconfigured() -> None:
 
 def compiled(title: str, rows: Sequence[Row], config: Config) -> None:
     """Lines about a graph that was rewritten."""
-    if not any(row.has_parameter for row in rows):
+    if not _of_weights(rows):
         return
-    first = not First.compiled and any(row.wanted for row in rows)
-    First.compiled |= first
-    if first and process_rank() == 0:
+    if _is_first(rows, config) and process_rank() == 0:
         _show_if_unconfigured()
-        LOG.info("%s", summary(rows))
+        LOG.log(_level(rows), "%s", summary(rows))
         on_gpu = any(row.device.startswith("cuda") for row in rows if row.taken)
         for text in emulated() if on_gpu else ():
             LOG.info("q2compile: %s", text)
@@ -105,6 +110,30 @@ def compiled(title: str, rows: Sequence[Row], config: Config) -> None:
         what = f"{row.recipe} ({row.pattern!r})" if row.pattern else row.recipe
         text = what if row.taken else f"left: {row.why}"
         LOG.debug("%s: %s %s %s", title, row.module, shape_text(row), text)
+
+
+def _of_weights(rows: Sequence[Row]) -> list[Row]:
+    """The matmuls with a parameter; in a graph that has none the linears, whose weights may be
+    what another library has put in the place of parameters."""
+    return [row for row in rows if row.has_parameter] or [r for r in rows if r.spelling == "linear"]
+
+
+def _level(rows: Sequence[Row]) -> int:
+    """Of the line for a graph: a warning if no matmul was taken of those that the policy wants."""
+    is_missed = any(row.wanted for row in rows) and not any(row.taken for row in rows)
+    return logging.WARNING if is_missed else logging.INFO
+
+
+def _is_first(rows: Sequence[Row], config: Config) -> bool:
+    """Whether the graph is the first in the process that has matmuls in 4 bits, or has none, at its
+    level. A config that quantizes nothing at all gets no line."""
+    if any(row.taken for row in rows):
+        first, First.compiled = not First.compiled, True
+        return first
+    level = _level(rows)
+    first = level not in First.left and config.resolved_policy.quantizes
+    First.left.update([level] * first)
+    return first
 
 
 def failed(title: str, rows: Sequence[Row], names: Exception | None) -> None:
@@ -129,7 +158,7 @@ def passed(title: str, record: PassRecord) -> None:
 def summary(rows: Sequence[Row]) -> str:
     """ "q2compile: 56 of 57 matmuls in NVFP4 (quartet2); left: lm_head (policy)". Matmuls of two
     activations, such as attention's, are not counted."""
-    rows = [row for row in rows if row.has_parameter]
+    rows = _of_weights(rows)
     taken = [row for row in rows if row.taken]
     text = f"q2compile: {len(taken)} of {len(rows)} matmuls"
     if taken:

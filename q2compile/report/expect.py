@@ -3,47 +3,54 @@
 
 from __future__ import annotations
 
+import atexit
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from q2compile.capture.module_names import Names
 from q2compile.capture.module_tree import named_modules, named_parameters, unwrapped
 from q2compile.errors import ConfigError, NotTakenError, shown
+from q2compile.report import announce
 from q2compile.report.row import Row
+from q2compile.torch_internals.aot_autograd import compiles_ahead_of_time
+from q2compile.torch_internals.fsdp1 import UNSUPPORTED, is_flattened
+from q2compile.torch_internals.ranks import process_rank
 
 _MOST = 5  # reasons in a message
 
-# Structures of models with a matmul compiled in 4 bits: Dynamo runs the same graphs for an equal
-# model. No references to parameters, since torch.utils.swap_tensors refuses those that have weak
-# references.
-taken_models: set[tuple[Any, ...]] = set()
 _expected: Any = WeakIdKeyDictionary()  # model -> _Expected
+_saved: Any = WeakIdKeyDictionary()  # models with a matmul in code that was compiled to be saved
 
 
 def expect(model: nn.Module) -> None:
-    """Make sure that ``model`` trains in 4 bits: if no matmul of it was compiled in 4 bits by the
-    time its first gradient is complete, the backward raises. No optimizer has stepped then.
+    """Make sure that ``model`` trains in 4 bits: if no compiled code with a matmul of it in 4 bits
+    has run by the time its first gradient is complete, the backward raises. No optimizer has
+    stepped then.
 
     For trainers that compile the model themselves, or are given a compiled one: a wrong flag, a
     call that goes around the compiled module, or a policy that matches everything leaves a training
     that runs as usual, in high precision. Call it before the first step, on the model whose
-    parameters are trained; under ``fully_shard`` afterwards, which makes new parameters; for a
-    compiled function before its first call. One matmul in 4 bits is enough; the option ``strict``
-    asks for all that the policy wants.
+    parameters are trained; under ``fully_shard`` afterwards, which makes new parameters. One matmul
+    in 4 bits is enough; the option ``strict`` asks for all that the policy wants. Only parameters
+    of this very model count, whatever else is compiled in the process.
 
         q2compile.expect(model)
         trainer.train()
 
-    The hooks that wait for the gradients are removed when a matmul of the model is compiled in 4
-    bits. A second call for the same model changes nothing.
+    The hooks that wait for the gradients are removed when a matmul of the model has run in 4 bits.
+    A second call for the same model changes nothing.
 
     Raises:
         ConfigError, a ValueError: ``model`` is no module, or none of its parameters is trained.
         NotTakenError, a RuntimeError: in the first backward. It says whether a graph came at all,
-            and why its matmuls were left.
+            and why its matmuls were left. Under FSDP1 (FullyShardedDataParallel) at once; if that
+            wraps the model later, when its first graph comes; if none comes, a line at exit says
+            so.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"expect: got {shown(type(model).__name__)}; allowed: a torch.nn.Module")
@@ -54,26 +61,54 @@ def expect(model: nn.Module) -> None:
             f"expect: no parameter of {type(model).__name__} requires a gradient; call it on the "
             "model that is trained, before the first step"
         )
-    if model not in _expected and not _is_taken(model):
+    if any(map(is_flattened, trained)):
+        raise _error(model, UNSUPPORTED)
+    is_saved = any(part in _saved for _, part in named_modules(model))
+    if model not in _expected and not is_saved:
         _expected[model] = _Expected(model, trained)
 
 
-def compiled(rows: Sequence[Row], held: Sequence[nn.Parameter], root: nn.Module | None) -> None:
-    """A graph of ``root`` that holds these parameters was compiled."""
-    taken = any(row.taken and row.has_parameter for row in rows)
-    if taken and root is not None:
-        taken_models.add(_likeness(root))
+def compiled(
+    run: Callable[..., Any], rows: Sequence[Row], names: Names, *, was_taken: bool
+) -> Callable[..., Any]:
+    """``run``, the compiled code of a graph, as what notices for which models it runs.
+
+    Raises NotTakenError for a model that FSDP1 has wrapped since it was expected.
+    """
+    if not was_taken:
+        for model, expected in list(_expected.items()):
+            held = [p for _, p in named_parameters(model) if any(p is q for q in names.held)]
+            if any(map(is_flattened, held)):
+                raise _error(model, UNSUPPORTED)
+            if held:
+                expected.left.update((f"{row.module}: {row.why}", None) for row in rows if row.why)
+        return run
+    if compiles_ahead_of_time():
+        if names.root is not None:
+            _saved[names.root] = True
+        return run
+    places = tuple(names.places[id(p)] for p in names.taken if id(p) in names.places)
+
+    def call(*args: Any) -> Any:
+        if _expected and torch.is_grad_enabled():
+            _ran([args[place] for place in places])
+        return run(*args)
+
+    return call
+
+
+def _ran(weights: Sequence[Tensor]) -> None:
+    """Compiled code that multiplies these weights in 4 bits runs with gradients. Dynamo may have
+    compiled it for another model."""
+    weight_ids = {id(w) for w in weights}
     for model, expected in list(_expected.items()):
-        holds = any(p is q for _, p in named_parameters(model) for q in held)
-        if (taken and holds) or _is_taken(model):
+        if any(id(p) in weight_ids for _, p in named_parameters(model)):
             expected.forget()
             del _expected[model]
-        elif holds:
-            expected.left.update((f"{row.module}: {row.why}", None) for row in rows if row.why)
 
 
 class _Expected:
-    """A model of which nothing has been compiled in 4 bits yet."""
+    """A model of which nothing has run in 4 bits yet."""
 
     def __init__(self, model: nn.Module, trained: Sequence[Tensor]) -> None:
         self.left: dict[str, None] = {}
@@ -87,7 +122,7 @@ class _Expected:
     def _raise(self, _: Tensor) -> None:
         """A gradient is complete: whatever was to be compiled has been."""
         model = self._model()
-        if model is None or _is_taken(model):
+        if model is None:
             return
         if self.left:
             more = f" and {len(self.left) - _MOST} more" if len(self.left) > _MOST else ""
@@ -98,23 +133,22 @@ class _Expected:
                 "backend='quartet2' (model.compile(backend='quartet2'), or the trainer's own "
                 "setting for the backend), or the trainer calls something that was not compiled"
             )
-        raise NotTakenError(
-            f"expect: nothing of {type(model).__name__} runs in 4 bits: {why}. "
-            "q2compile.explain(model, ...) lists every matmul"
-        )
+        raise _error(model, why)
 
 
-def _is_taken(model: nn.Module) -> bool:
-    kinds = {kind for kind, _ in taken_models}
-    parts = (part for _, part in named_modules(model) if _kind(part) in kinds)
-    return any(_likeness(part) in taken_models for part in parts)
+def _say_what_waits_under_fsdp1() -> None:
+    """FSDP1 gives the gradients to a parameter of its own, on which there is no hook. If no graph
+    has come either, the models that still wait at exit show it."""
+    for model in list(_expected) if process_rank() == 0 else ():
+        if any(is_flattened(p) for _, p in named_parameters(model)):
+            announce.LOG.warning("q2compile: %s", _error(model, UNSUPPORTED))
 
 
-def _kind(model: nn.Module) -> str:
-    return f"{type(model).__module__}.{type(model).__qualname__}"
+atexit.register(_say_what_waits_under_fsdp1)
 
 
-def _likeness(model: nn.Module) -> tuple[Any, ...]:
-    """Equal for models that one compiled graph can serve. FSDP2's parameters have global shapes
-    where they are sharded and where they are gathered."""
-    return _kind(model), tuple((name, tuple(p.shape)) for name, p in named_parameters(model))
+def _error(model: nn.Module, why: str) -> NotTakenError:
+    return NotTakenError(
+        f"expect: nothing of {type(model).__name__} runs in 4 bits: {why}. "
+        "q2compile.explain(model, ...) lists every matmul"
+    )

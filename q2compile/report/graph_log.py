@@ -43,7 +43,6 @@ class GraphLog:
 
     def __init__(self, config: Config, names: Names) -> None:
         self._config = config
-        self._coverage = Coverage.of(names.root, config, names.label)
         self._rows: list[Row] = []
         self._weights: dict[str, str] = {}
         self._records: list[GraphRecord] = []
@@ -56,6 +55,8 @@ class GraphLog:
             self._records.append(record)
             self._reports.append((folder.report, folder))
         collecting = collector.get()
+        apart = None if collecting is None else collecting.by_root
+        self._coverage = Coverage.of(names.root, config, names.label, apart)
         if collecting is not None:
             number = self._records[0].number if self._records else collecting.graphs
             self._records.append(collecting.new_graph(number))
@@ -121,7 +122,8 @@ class GraphLog:
         backward.
         """
         if collector.get() is None:  # `explain` compiles for its report alone
-            expect.compiled(self._rows, names.held, names.root)
+            was_taken = any(row.taken for row in self._rows)
+            compiled = expect.compiled(compiled, self._rows, names, was_taken=was_taken)
             compiled_options.note(names, self._config)
         if not self._config.strict:
             return compiled

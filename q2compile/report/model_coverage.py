@@ -7,6 +7,7 @@ import difflib
 import re
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,14 +21,55 @@ from q2compile.capture.module_names import (
     site_name,
     site_names,
 )
+from q2compile.capture.module_tree import module_at, named_parameters
 from q2compile.config import Config
 from q2compile.errors import ConfigError, NotTakenError
 from q2compile.recipes.policy import compiled_pattern
 from q2compile.report.row import Row
+from q2compile.torch_internals.dynamo import is_at_recompile_limit, recompile_limit
+from q2compile.torch_internals.fsdp1 import UNSUPPORTED, is_flattened
+
+
+@dataclass(frozen=True)
+class _Cause:
+    """Why a linear is not in the report's graphs; ``what`` it did, and the advice, in an error."""
+
+    why: str
+    what: str
+    advice: str
+
+
+_BREAK = _Cause(
+    "no compiled graph holds it so far; a graph break in a Python loop, torch.compiler.disable, a "
+    "branch not taken or Dynamo's recompile limit keeps code from the backend",
+    "never reached the backend",
+    "Look for graph breaks (TORCH_LOGS=graph_breaks)",
+)
+_HELD = _Cause(
+    "a compiled graph holds its weight, and none of its matmuls could be traced to the weight",
+    "are not among the matmuls of the graphs that hold their weights",
+    "Look for matmuls without a name in q2compile.explain(model, ...)",
+)
+_LOOP = (
+    "; a loop over the experts that got tokens breaks it: transformers' "
+    "set_experts_implementation('grouped_mm') has none"
+)
+
+
+def _at_limit(name: str) -> _Cause:
+    limit = recompile_limit()
+    return _Cause(
+        f"Dynamo has compiled {name}.forward {limit} times, which is its limit, and runs further "
+        "calls without compiling them; raise torch._dynamo.config.recompile_limit",
+        f"never reached the backend because Dynamo compiles {name}.forward {limit} times at most",
+        "Raise torch._dynamo.config.recompile_limit to the number of blocks with options of their "
+        "own",
+    )
 
 
 class Coverage:
-    """The parts of one model, under one Config, that have reached the backend so far."""
+    """The parts of one model, as one Config wants them, that have reached the backend so far. Parts
+    that were compiled with other options count, too."""
 
     # By identity: a model may define __eq__, and have no hash then.
     _by_root: Any = WeakIdKeyDictionary()  # model -> {(Config, label): Coverage}
@@ -44,13 +86,23 @@ class Coverage:
         self.shared: dict[str, dict[str, None]] = {}  # frame -> sites of equal modules, in order
 
     @classmethod
-    def of(cls, root: nn.Module | None, config: Config, label: str = "") -> Coverage:
+    def of(
+        cls, root: nn.Module | None, config: Config, label: str = "", by_root: Any = None
+    ) -> Coverage:
+        """by_root: those of a report that is made apart from the training, which has its own."""
         if root is None:
             coverage = cls(None, config)
             coverage.seen = cls._seen_without.setdefault(config, set())
             return coverage
-        of_root = cls._by_root.setdefault(root, {})
-        return of_root.setdefault((config, label), cls(root, config, label))
+        known = (cls._by_root if by_root is None else by_root).setdefault(root, {})
+        if (config, label) not in known:
+            coverage = cls(root, config, label)
+            for other in known.values():
+                if other.label == label:
+                    coverage.seen, coverage.held = other.seen, other.held
+            known[config, label] = coverage
+        found: Coverage = known[config, label]
+        return found
 
     def add(self, rows: list[Row], names: Names) -> None:
         self.sites.update(names.sites)
@@ -68,30 +120,34 @@ class Coverage:
         root = self.root()
         if root is None:
             return []
-        why = (
-            "not seen: no compiled graph holds it so far; a graph break in a Python loop, "
-            "torch.compiler.disable or a branch not taken keeps code from the backend"
-        )
-        loop = (
-            "; a loop over the experts that got tokens breaks it: transformers' "
-            "set_experts_implementation('grouped_mm') has none"
-        )
         policy = self.config.resolved_policy
         loose = {n: s for n, s in loose_weights(root, self.label).items() if n not in self.held}
         return [
             Row(
                 name,
                 (*shape[:-2], "T", *shape[-2:]),
-                why=why + loop * (len(shape) > 2),
+                why=f"not seen: {self._cause(root, name).why}" + _LOOP * (len(shape) > 2),
                 wanted=policy.resolve(name)[0].quantizes,
             )
             for name, shape in {**loose, **expected_sites(root, self.label)}.items()
             if name not in self.seen
         ]
 
+    def _cause(self, root: nn.Module, name: str) -> _Cause:
+        if name in self.held:
+            return _HELD
+        if self.label:
+            name = name.removeprefix(f"{self.label}.")
+        modules = [module_at(root, name[:end]) for end in _ends(name)]
+        limited = next((m for m in modules if m is not None and is_at_recompile_limit(m)), None)
+        return _BREAK if limited is None else _at_limit(type(limited).__name__)
+
     def notes(self) -> list[str]:
         """Notes for readers of the report, besides the rows."""
-        notes = [
+        root = self.root()
+        is_fsdp1 = root is not None and any(is_flattened(p) for _, p in named_parameters(root))
+        notes = [f"{UNSUPPORTED}: no layer of {type(root).__name__} is quantized"] * is_fsdp1
+        notes += [
             f"the graph compiled for {prefix!r} also runs equal modules: {', '.join(served)}"
             for prefix, served in self.shared.items()
         ]
@@ -156,19 +212,24 @@ class Coverage:
         for pattern in patterns:
             if found := difflib.get_close_matches(pattern.strip("*."), last, n=1, cutoff=0.8):
                 near.append(_pattern_of(found[0], last[found[0]]))
-            elif found := difflib.get_close_matches(pattern, names, n=1, cutoff=0.5):
+            elif found := difflib.get_close_matches(pattern, names, n=1):
                 near.append(_pattern_of(found[0], found[0]))
         return f" (did you mean {', '.join(map(repr, near))}?)" if near else ""
 
     def raise_on_unseen(self) -> None:
         """Raises NotTakenError for linears that the policy wanted and that have not come so far."""
-        missing = [r.module for r in self.not_seen() if r.wanted]
+        root = self.root()
+        missing: dict[_Cause, list[str]] = {}
+        for row in self.not_seen():
+            if row.wanted and root is not None:
+                missing.setdefault(self._cause(root, row.module), []).append(row.module)
         if missing:
+            listed = "; ".join(
+                f"{len(names)} linear(s) {cause.what}: {', '.join(names)}. {cause.advice}"
+                for cause, names in missing.items()
+            )
             raise NotTakenError(
-                f"strict: {len(missing)} linear(s) never reached the backend: "
-                f"{', '.join(missing)}. "
-                "Look for graph breaks (TORCH_LOGS=graph_breaks), give them 'bf16' in the "
-                "policy, or set strict=False"
+                f"strict: {listed}, give them 'bf16' in the policy, or set strict=False"
             )
 
     def check_in_first_backward(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -195,6 +256,11 @@ class Coverage:
             return outputs
 
         return call
+
+
+def _ends(name: str) -> list[int]:
+    """The length of each path that leads to ``name``: to "a", "a.b" and "a.b.c" itself."""
+    return [*(match.start() for match in re.finditer(r"\.", name)), len(name)]
 
 
 def _pattern_of(leaf: str, name: str) -> str:

@@ -38,6 +38,7 @@ class Report:
         self.graph_files: dict[int, dict[str, str]] = {}  # number -> what its dump would hold
         self.run = RunFacts()
         self._coverages: list[Coverage] = []
+        self.by_root: Any = WeakIdKeyDictionary()  # for `Coverage.of`
         self._models: Any = WeakIdKeyDictionary()  # model -> its number
         self._closed: tuple[list[Row], list[str]] | None = None
 
@@ -72,7 +73,13 @@ class Report:
     def rows(self) -> list[Row]:
         if self._closed is not None:
             return self._closed[0]
-        return self.compiled_rows + [row for c in self._coverages for row in c.not_seen()]
+        # Parts of one model that have options of their own know the same linears.
+        not_seen: dict[Any, Row] = {}
+        for coverage in self._coverages:
+            for row in coverage.not_seen():
+                first = not_seen.setdefault((id(coverage.root()), row.module), row)
+                first.wanted |= row.wanted
+        return [*self.compiled_rows, *not_seen.values()]
 
     @property
     def notes(self) -> list[str]:

@@ -20,6 +20,7 @@ from q2compile.errors import ConfigError
 from q2compile.recipes.published import RECIPES
 from q2compile.recipes.recipe import Recipe
 from q2compile.report.row import Row
+from q2compile.torch_internals.dynamo import recompile_limit
 
 
 def with_prediction(row: Row, found: Matmul, recipe: Recipe, config: Config) -> Recipe:
@@ -70,7 +71,9 @@ def raise_on_shared(
                 f"the policy gives {own!r} and {other!r} different recipes, but {names.place!r} "
                 "is compiled on its own, and Dynamo runs equal modules with the same graph. "
                 "Compile the whole model without graph breaks between its layers, or give each "
-                "block its own options: block.compile(backend='quartet2', options=...)"
+                "block its own options: block.compile(backend='quartet2', options=...), with "
+                "torch._dynamo.config.recompile_limit raised to the number of blocks if there are "
+                f"more than {recompile_limit()}"
             )
 
 

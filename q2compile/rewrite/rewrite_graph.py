@@ -48,6 +48,7 @@ def rewrite(gm: fx.GraphModule, config: Config, names: Names) -> list[Row]:
             try:
                 replace_by_linear(found, recipe, salt)
                 row.taken, row.salt = True, salt
+                names.taken.append(found.parameter)
                 salt += 1
             except _NOT_OF_ONE_MATMUL:
                 raise
@@ -90,7 +91,7 @@ def planned(
 def _plan(
     found: Matmul | NotTaken, config: Config, names: Names
 ) -> tuple[Matmul | NotTaken, Row, Recipe]:
-    router = isinstance(found, Matmul) and is_router(found)
+    router = is_router(found)
     row = _policy_row(found, config, names, router=router)
     if isinstance(found, NotTaken):
         return found, row, RECIPES["bf16"]
@@ -129,12 +130,15 @@ def _policy_row(
 
 def _row(found: Matmul | NotTaken, names: Names) -> Row:
     parameter = found.parameter
-    name = names.of(parameter, found.node) if parameter is not None else f"<{found.node.name}>"
+    if parameter is not None:
+        name = names.of(parameter, found.node)
+    else:
+        name = names.linear(found.node) if found.spelling == "linear" else ""
     value = found.node.meta.get("example_value")
-    row = Row(name, (), found.spelling, has_parameter=parameter is not None)
+    row = Row(name or f"<{found.node.name}>", (), found.spelling, has_parameter=bool(name))
     row.training = torch.is_grad_enabled()
     row.served = names.served_too(parameter) if parameter is not None else []
-    row.scope = names.scope(found.node) if parameter is None else ""
+    row.scope = "" if row.has_parameter else names.scope(found.node)
     if stack := stack_of(found.node):
         row.source = [stack[-1].file, stack[-1].line, stack[-1].code]
     if isinstance(value, torch.Tensor):

@@ -14,6 +14,7 @@ import torch
 from q2compile.backend import quartet2
 from q2compile.capture.callers import models_that_run
 from q2compile.capture.frames import running
+from q2compile.capture.module_tree import unwrapped
 from q2compile.config import Config
 from q2compile.errors import ConfigError
 from q2compile.report.model_coverage import Coverage
@@ -63,7 +64,7 @@ def explain(
     finally:
         collector.reset(token)
     if is_model:
-        report.add_coverage(Coverage.of(model, config))
+        report.add_coverage(Coverage.of(unwrapped(model), config, by_root=report.by_root))
     report.close()
     return report
 

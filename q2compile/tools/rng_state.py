@@ -7,8 +7,11 @@ from collections.abc import Mapping
 
 import torch
 
+from q2compile.config import SEEDS
 from q2compile.errors import ConfigError, shown
 from q2compile.runtime_kernels.ops.seed import counter, counters
+
+_COUNTS = range(2**63)
 
 
 def get_rng_state() -> dict[str, dict[int, int]]:
@@ -19,7 +22,8 @@ def get_rng_state() -> dict[str, dict[int, int]]:
     """
     state: dict[str, dict[int, int]] = {}
     for (key, device), of_key in counters().items():
-        state.setdefault(str(device), {})[key] = int(of_key)
+        if device.type != "meta":  # of a model that was explained without memory
+            state.setdefault(str(device), {})[key] = int(of_key)
     return state
 
 
@@ -33,7 +37,7 @@ def set_rng_state(state: Mapping[str, Mapping[int, int]]) -> None:
     """
     try:
         wanted = {
-            (int(key), torch.device(device)): int(count)
+            (_whole(key, SEEDS), _device(device)): _whole(count, _COUNTS)
             for device, of_device in state.items()
             for key, count in of_device.items()
         }
@@ -43,13 +47,30 @@ def set_rng_state(state: Mapping[str, Mapping[int, int]]) -> None:
         ) from None
     if len({device for _, device in wanted if device.type == "cuda"}) == 1:
         wanted = {(key, _current(device)): count for (key, device), count in wanted.items()}
-    for key, device in wanted:
+    for device in {device for _, device in wanted}:
         try:
-            counter(key, device)
+            torch.empty((), device=device)
         except (AssertionError, RuntimeError) as error:
             raise ConfigError(f"set_rng_state: there is no {device} here: {error}") from None
+    for key, device in wanted:
+        counter(key, device)
     for name, of_key in counters().items():
         of_key.fill_(wanted.get(name, 0))
+
+
+def _whole(value: object, allowed: range) -> int:
+    """A whole number; JSON has made texts of those that were keys."""
+    number = int(value) if isinstance(value, str) else value
+    if type(number) is not int or number not in allowed:
+        raise ValueError(f"{shown(value)} is no whole number from {allowed[0]} to {allowed[-1]}")
+    return number
+
+
+def _device(name: object) -> torch.device:
+    device = torch.device(name) if isinstance(name, str) else name
+    if not isinstance(device, torch.device) or device.type == "meta":
+        raise ValueError(f"{shown(name)} is no device with memory")
+    return device
 
 
 def _current(device: torch.device) -> torch.device:

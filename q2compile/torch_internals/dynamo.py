@@ -16,6 +16,8 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensor, FakeTensorMode
 
+from q2compile.torch_internals.fsdp1 import is_flattened
+
 # Whether a compiled graph gives the right gradient to an input that is an AsyncCollectiveTensor. It
 # does in 2.11; from 2.12 to 2.15 backward fails in DTensor's redistribute.
 ASYNC_INPUTS_KEEP_GRADIENTS = torch.__version__ < "2.12"
@@ -196,6 +198,19 @@ def skips_forward_of(module: torch.nn.Module) -> bool:
     return code is None or bool(torch._dynamo.trace_rules.check(code))
 
 
+def recompile_limit() -> int:
+    """How many times Dynamo compiles one function; it runs further calls without compiling them."""
+    limit: int = torch._dynamo.config.recompile_limit
+    return limit
+
+
+def is_at_recompile_limit(module: torch.nn.Module) -> bool:
+    """Whether Dynamo has compiled the forward of the module's class that many times."""
+    code = getattr(type(module).forward, "__code__", None)
+    entries = getattr(torch._dynamo.eval_frame, "_debug_get_cache_entry_list", None)
+    return code is not None and entries is not None and len(entries(code)) >= recompile_limit()
+
+
 def compile_id() -> str:
     """Dynamo's number of the graph that is compiled now, as in its logs: "0/0"."""
     return str(torch._guards.CompileContext.current_compile_id())
@@ -204,7 +219,7 @@ def compile_id() -> str:
 def parameter_of(node: fx.Node) -> torch.nn.Parameter | None:
     """The parameter behind a placeholder of a Dynamo graph, or behind a get_attr node, which
     parameters become under Inductor's freezing; None if it stands for something else. A tensor that
-    torch.func.functional_call puts in a parameter's place is one too.
+    torch.func.functional_call or FSDP1 puts in a parameter's place is one too.
     """
     if node.op == "get_attr":
         value: Any = node.graph.owning_module
@@ -218,7 +233,9 @@ def parameter_of(node: fx.Node) -> torch.nn.Parameter | None:
         example = arg.example
     except AssertionError:  # the example was a temporary that is gone: no parameter
         return None
-    stands_in = isinstance(example, torch.Tensor) and "._parameters['" in source_text(arg)
+    stands_in = isinstance(example, torch.Tensor) and (
+        "._parameters['" in source_text(arg) or is_flattened(example)
+    )
     return example if isinstance(example, torch.nn.Parameter) or stands_in else None
 
 

@@ -22,7 +22,8 @@ def check_inductor_option(key: object, value: object) -> None:
     """
     from torch._inductor import config, list_options
 
-    name = one_of("setting of Inductor in 'inductor':", key, list_options())
+    listed_by = "torch._inductor.list_options()"
+    name = one_of("setting of Inductor in 'inductor':", key, list_options(), listed_by)
     allowed: Any = config.get_type(name)  # type: ignore[attr-defined]
     if allowed is not NoneType and not _is_of_type(value, allowed):
         kind = getattr(allowed, "__name__", allowed) if isinstance(allowed, type) else allowed

@@ -28,7 +28,8 @@ _COUNTERS: dict[tuple[int, torch.device], torch.Tensor] = {}
 def counter(key: int, device: torch.device) -> torch.Tensor:
     """How many seeds of a key were drawn on a device: int64, 0-dim, one tensor for good."""
     if (key, device) not in _COUNTERS:
-        _COUNTERS[key, device] = torch.zeros((), dtype=torch.int64, device=device)
+        with torch.inference_mode(False):  # a later training step increases it
+            _COUNTERS[key, device] = torch.zeros((), dtype=torch.int64, device=device)
     return _COUNTERS[key, device]
 
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The option ``seed``: random bits from a counter of q2compile's own."""
 
+import json
+
 import pytest
 import torch
 from torch import nn
@@ -153,10 +155,38 @@ def test_what_is_no_seed_is_refused(value):
         q2compile.Config(seed=value)
 
 
-@pytest.mark.parametrize("state", [3, {"cpu": 3}, {"nowhere": {7: 1}}, {"cpu": {"x": 1}}])
-def test_what_is_no_state_is_refused(state):
+@pytest.mark.parametrize(
+    "state",
+    [3, {"cpu": 3}, {"nowhere": {7: 1}}, {"meta": {7: 1}}, {0: {7: 1}}]
+    + [{"cpu": {key: 1}} for key in ("x", 1.5, True, 2**64, -(2**63) - 1)]
+    + [{"cpu": {7: count}} for count in (2**70, 2**63, -1, 1.5, 1.0, True, None)]
+    + [{"cpu": {8: 1, 7: 2**70}}, {"cpu": {8: 1}, "meta": {7: 1}}],
+)
+def test_what_is_no_state_is_refused_and_changes_nothing(state):
+    q2compile.set_rng_state({"cpu": {7: 5}})
     with pytest.raises(ConfigError, match="set_rng_state"):
         q2compile.set_rng_state(state)
+    assert q2compile.get_rng_state() == {"cpu": {7: 5}}
+
+
+def test_a_state_comes_back_as_it_was():
+    """JSON makes texts of keys."""
+    state = {"cpu": {7: 2**63 - 1, -1: 0, 2**64 - 1: 3}}
+    q2compile.set_rng_state(json.loads(json.dumps(state)))
+    assert q2compile.get_rng_state() == state
+
+
+def test_a_state_that_was_set_in_inference_mode_is_counted_on_in_training():
+    with torch.inference_mode():
+        q2compile.set_rng_state({"cpu": {7: 5}})
+    trained(1, seed=7, inner="eager")
+    assert q2compile.get_rng_state() == {"cpu": {7: 8}}  # two wgrads and one dgrad
+
+
+def test_a_model_without_memory_has_no_state():
+    x = torch.randn(128, 64, device="meta")
+    q2compile.explain(Net().to("meta"), x, options={"seed": 7})
+    assert q2compile.get_rng_state() == {}
 
 
 @pytest.mark.gpu

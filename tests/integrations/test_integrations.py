@@ -25,7 +25,6 @@ VOCABULARY = 64
 
 @pytest.fixture(autouse=True)
 def _as_in_a_new_process(monkeypatch: pytest.MonkeyPatch, fresh_compiler: None) -> None:
-    monkeypatch.setattr(expect, "taken_models", set())
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 

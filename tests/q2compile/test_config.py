@@ -2,6 +2,7 @@
 """Strict parsing of options: errors show the value, the allowed values and the nearest name."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -81,6 +82,47 @@ def test_a_wrong_option_is_a_value_error_through_torch_compile(options, said):
     with pytest.raises(ConfigError) as error:
         compiled(torch.randn(2, 16))
     assert said in str(error.value)
+
+
+def test_a_wrong_option_is_not_below_the_frames_of_dynamo():
+    """What is left is torch's call of the compiled module."""
+    compiled = torch.compile(torch.nn.Linear(16, 16), backend="quartet2", options={"recip": "x"})
+    with pytest.raises(ConfigError) as error:
+        compiled(torch.randn(2, 16))
+    files = {Path(frame.path).name for frame in error.traceback[1:]}
+    assert files == {"eval_frame.py", "module.py"} and len(error.traceback) < 8
+
+
+@pytest.mark.parametrize(
+    ("options", "meant"),
+    [
+        ({"recipe": {"fwd": "bf16"}}, "fprop"),
+        ({"policy": {"*": {"grad_weight": "bf16"}}}, "wgrad"),
+        ({"recipe": "NVFP4"}, "nvfp4"),
+        ({"recipe": "bfloat16"}, "bf16"),
+        ({"mode": "reduce_overhead"}, "reduce-overhead"),
+        ({"mode": "max"}, "max-autotune"),
+        ({"cache": True}, "cache_weights"),
+        ({"inductor": {"cudagraphs": True}}, "triton.cudagraphs"),
+        ({"options": {}}, ""),
+        ({"mode": "fast"}, ""),
+        ({"on_error": "recipes"}, ""),
+        ({"inductor": {"quux": 1}}, ""),
+    ],
+)
+def test_a_suggestion_is_one_that_can_have_been_meant(options, meant):
+    with pytest.raises(ConfigError) as error:
+        Config.from_options(options)
+    said = str(error.value)
+    assert f"did you mean {meant!r}?" in said if meant else "did you mean" not in said
+
+
+def test_the_settings_of_inductor_are_not_listed():
+    with pytest.raises(ConfigError) as error:
+        Config(inductor={"max_autotun": True})
+    said = str(error.value).partition("?")[2]
+    assert said.endswith("are allowed; torch._inductor.list_options() lists them.")
+    assert len(said) < 80
 
 
 def test_equal_options_are_equal_configs_and_order_counts():

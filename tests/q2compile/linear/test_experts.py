@@ -366,6 +366,26 @@ def test_a_router_stays_in_its_own_precision() -> None:
     assert all(row.taken for row in explain(Routed(), x, options=asked).rows)
 
 
+def test_a_router_of_few_experts_is_no_more_wanted_than_one_of_many() -> None:
+    """A policy that names it wants what can't be."""
+
+    class Few(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.up = nn.Linear(K, 8), nn.Linear(K, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            weight, chosen = torch.topk(self.gate(x).softmax(-1), 2, dim=-1)
+            return (self.up(x).gather(1, chosen) * weight).sum()
+
+    x, eager = tokens(equal_groups)[0], {"inner": "eager", "strict": True}
+    gate, up = explain(Few(), x, options=eager).rows
+    assert (gate.taken, gate.wanted, up.taken) == (False, False, True)
+    assert gate.why == f"too small: the weight is [8, {K}], a block has 16 values"
+    with pytest.raises(NotTakenError, match="gate: too small"):
+        explain(Few(), x, options={**eager, "policy": {"gate": "quartet2"}})
+
+
 @pytest.mark.parametrize("equation, transposed", [("bk,benk->ben", False), ("bk,bekn->enb", True)])
 def test_an_activation_for_several_weights_looked_up(equation: str, transposed: bool) -> None:
     """The first half of gpt-oss: each token for each of its experts."""

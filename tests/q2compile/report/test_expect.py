@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import copy
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +21,12 @@ OPTIONS = {"inner": "eager"}
 
 
 @pytest.fixture(autouse=True)
-def _as_in_a_new_process(monkeypatch: pytest.MonkeyPatch, fresh_compiler: None) -> None:
-    monkeypatch.setattr(module, "taken_models", set())
+def _as_in_a_new_process(fresh_compiler: None) -> Iterator[None]:
+    """Errors keep the models of tests alive."""
+    yield
+    for expected in module._expected.values():
+        expected.forget()
+    module._expected.clear()
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -97,6 +104,84 @@ def test_an_equal_model_is_served_by_the_graphs_of_the_first() -> None:
     graphs = counters["stats"]["unique_graphs"]
     step(second)
     assert counters["stats"]["unique_graphs"] == graphs == 1
+
+
+def pair() -> tuple[Any, Any]:
+    """Two equal models that share no parameter."""
+    return Mlp(), Mlp()
+
+
+@pytest.mark.parametrize("part", ["", "up"])
+def test_an_equal_model_that_was_compiled_does_not_count(part: str) -> None:
+    """Nor does an equal nn.Linear."""
+    other, model = pair()
+    compiled = torch.compile(other.get_submodule(part), backend="quartet2", options=OPTIONS)
+    compiled(torch.randn(32, 64)).sum().backward()
+    q2compile.expect(model)
+    compiled(torch.randn(32, 64)).sum().backward()
+    with pytest.raises(q2compile.NotTakenError, match="no graph of it came"):
+        step(model)
+
+
+def test_another_model_of_the_same_graph_does_not_count() -> None:
+    models = nn.ModuleDict(dict(zip(("student", "teacher"), pair(), strict=True)))
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return models["teacher"](models["student"](x)).square().mean()
+
+    for model in models.values():
+        q2compile.expect(model)
+    options = {**OPTIONS, "policy": {"teacher.*": "bf16"}}
+    with pytest.raises(q2compile.NotTakenError, match="Mlp runs in 4 bits"):
+        torch.compile(run, backend="quartet2", options=options)(torch.randn(32, 64)).backward()
+    assert hooks(models["student"]) == 0 < hooks(models["teacher"])
+
+
+def test_an_evaluation_in_4_bits_is_no_training() -> None:
+    model = Mlp()
+    compiled = torch.compile(model, backend="quartet2", options=OPTIONS)
+    q2compile.expect(model)
+    with torch.no_grad():
+        compiled(torch.randn(32, 64))
+    with pytest.raises(q2compile.NotTakenError):
+        step(model)
+
+
+def test_a_graph_that_failed_and_runs_in_bf16_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise AssertionError("planted")
+
+    monkeypatch.setattr("q2compile.backend.compile_graph", fail)
+    model = Mlp()
+    q2compile.expect(model)
+    model.compile(backend="quartet2", options={**OPTIONS, "on_error": "bf16"})
+    with (
+        pytest.warns(q2compile.FaultWarning),
+        pytest.raises(
+            q2compile.NotTakenError, match="on_error='bf16': compilation of the rewritten"
+        ),
+    ):
+        step(model)
+
+
+@pytest.mark.parametrize("made", [Mlp, lambda: nn.Sequential(nn.Linear(64, 64), nn.ReLU())])
+def test_a_model_that_waits_is_compiled_as_any_other(made: Callable[[], nn.Module]) -> None:
+    """In one graph, which is not compiled again when the hooks are removed. A copy waits for
+    nothing, and can be saved."""
+    model = made()
+    q2compile.expect(model)
+    assert hooks(model) > 0
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    for call in (model, lambda x: model(x)):
+        torch._dynamo.reset()
+        q2compile.expect(model)
+        graphs = counters["stats"]["unique_graphs"]
+        compiled = torch.compile(call, backend="quartet2", options=OPTIONS, fullgraph=True)
+        for _ in range(2):
+            compiled(torch.randn(32, 64)).sum().backward()
+        assert counters["stats"]["unique_graphs"] == graphs + 1
+        assert hooks(model) == 0
+    copied(torch.randn(32, 64)).sum().backward()
 
 
 def test_a_wrapper_and_a_compiled_function() -> None:
