@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 import q2compile.runtime_kernels  # noqa: F401  registers the ops used here
+from q2compile.linear.autocast import without_autocast
 from q2compile.recipes.recipe import Gemm, Operand, Recipe
 from q2compile.runtime_kernels.numerics.groups import UNIT, spreads
 from q2compile.runtime_kernels.numerics.layout import ceil_div
@@ -328,10 +329,11 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     """dx and dw, None for the one that nobody needs."""
     dx = dw = None
-    if ctx.needs_x:
-        dx = _backward_gemm(product, ctx.recipe, "dgrad", dy, saved, ctx.columns, ctx.salts[0])
-    if ctx.needs_w:
-        dw = _backward_gemm(product, ctx.recipe, "wgrad", dy, saved, ctx.columns, ctx.salts[1])
+    with without_autocast(dy.device.type):  # or a GEMM in high precision would have its dtype
+        if ctx.needs_x:
+            dx = _backward_gemm(product, ctx.recipe, "dgrad", dy, saved, ctx.columns, ctx.salts[0])
+        if ctx.needs_w:
+            dw = _backward_gemm(product, ctx.recipe, "wgrad", dy, saved, ctx.columns, ctx.salts[1])
     return dx, dw
 
 

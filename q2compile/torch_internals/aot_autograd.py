@@ -44,6 +44,17 @@ def aot_eager_compile(
                 called.recompile()
         return make_boxed_func(graph.forward)
 
+    def backward_compiler(graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        compiler(graph, inputs)
+
+        def forward(*args: Any) -> Any:
+            # Autocast's casts are in the graph. AOTAutograd disables it around the backward only
+            # where the forward was compiled under autocast.
+            with torch._C._DisableAutocast():  # type: ignore[attr-defined]
+                return graph.forward(*args)
+
+        return make_boxed_func(forward)
+
     def partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         if on_joint is not None:
             on_joint(joint.graph)
@@ -51,7 +62,7 @@ def aot_eager_compile(
 
     backend = aot_autograd(
         fw_compiler=compiler,
-        bw_compiler=compiler,
+        bw_compiler=backward_compiler,
         inference_compiler=compiler,
         partition_fn=partition,
         decompositions=select_decomp_table(),
