@@ -172,3 +172,17 @@ def compiles_autograd() -> bool:
     from torch._dynamo import compiled_autograd, config
 
     return bool(config.compiled_autograd or compiled_autograd.compiled_autograd_enabled)
+
+
+@contextmanager
+def layouts_without_guards(*sizes: Any) -> Iterator[None]:
+    """Questions about symbolic sizes that come up inside are answered for the sizes of tracing,
+    and the graph gets no guard for the answer.
+
+    For calls of ops that return new, contiguous tensors of any size: torch asks of every traced
+    tensor whether a size is 1, as its stride would not count then, and the answer to that is the
+    same. A graph for lengths above 16 would be the result where a tensor has ceil(T / 16) columns.
+    """
+    symbolic = [size.node.shape_env for size in sizes if isinstance(size, torch.SymInt)]
+    with symbolic[0].suppress_guards() if symbolic else nullcontext():
+        yield
