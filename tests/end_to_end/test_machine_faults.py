@@ -22,8 +22,7 @@ from q2compile import explain
 from q2compile.config import CONFIG_FILE_VARIABLE, Config
 from q2compile.errors import StageError
 from q2compile.runtime_kernels import registry
-from q2compile.runtime_kernels.cache_folder import cache_dir
-from q2compile.runtime_kernels.cache_folder import read_whole
+from q2compile.runtime_kernels.cache_folder import cache_dir, read_whole
 from q2compile.runtime_kernels.cuda import checked_cases, selfcheck
 from q2compile.runtime_kernels.cuda.jit import limits, nvrtc
 from tests.support import forked, quantizer_calls
