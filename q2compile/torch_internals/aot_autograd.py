@@ -50,7 +50,7 @@ def aot_eager_compile(
         def forward(*args: Any) -> Any:
             # Autocast's casts are in the graph. AOTAutograd disables it around the backward only
             # where the forward was compiled under autocast.
-            with torch._C._DisableAutocast():  # type: ignore[attr-defined]
+            with torch._C._DisableAutocast():
                 return graph.forward(*args)
 
         return make_boxed_func(forward)
