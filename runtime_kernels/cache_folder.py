@@ -2,10 +2,13 @@
 """Where compiled kernels, passed self-checks and measured choices are stored between processes."""
 
 import functools
+import hashlib
 import os
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+
+_HASH_SIZE = hashlib.sha256().digest_size
 
 
 def cache_dir() -> Path:
@@ -32,3 +35,33 @@ def _temporary(parent: Path) -> Path:
     if folder.is_dir() and not folder.is_symlink() and folder.stat().st_uid == os.getuid():
         return folder
     return Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=parent))
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes all or nothing, also with several processes. A hash follows the content, because a
+    power cut, a quota or a network can still shorten a file that was written; loaders of ELF files
+    ignore it.
+
+    Raises:
+        OSError: the folder can't be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        try:
+            file.write(content + hashlib.sha256(content).digest())
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(file.name, path)
+        except BaseException:  # a full disk, Ctrl-C: leave nothing behind
+            os.unlink(file.name)
+            raise
+
+
+def read_whole(path: Path) -> bytes | None:
+    """The content that `write_whole` wrote; None if there is no such file, or another one."""
+    try:
+        found = path.read_bytes()
+    except OSError:
+        return None
+    content, digest = found[:-_HASH_SIZE], found[-_HASH_SIZE:]
+    return content if digest == hashlib.sha256(content).digest() else None

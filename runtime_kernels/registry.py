@@ -20,6 +20,7 @@ import functools
 import logging
 import warnings
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,6 +105,7 @@ _PREFERRED: dict[str, Callable[[Sequence], str | None]] = {}
 _REASONS: list[Callable[[], list[str]]] = []
 _EMULATED: list[Callable[[], list[str]]] = []
 _REFERENCES: dict[str, str] = {}  # op -> why its reference serves a GPU
+_AS_IT_IS = nullcontext()
 _MOST_FAILURES = 4096  # for a program whose shapes never repeat
 _WARNED: dict[tuple[str, str, torch.device], str] = {}  # what was rejected, and the first reason
 
@@ -119,7 +121,9 @@ def define(schema: str, *, fake: Callable, tags: Sequence[torch.Tag] = ()) -> No
     candidates = KERNELS.setdefault(name, [])
 
     def call(*args, **kwargs):
-        return _run(candidates, bound(name, args, kwargs))
+        given = bound(name, args, kwargs)
+        with _without_autocast(device_of(given).type):
+            return _run(candidates, given)
 
     def call_fake(*args, **kwargs):
         made = fake(*bound(name, args, kwargs))
@@ -129,6 +133,14 @@ def define(schema: str, *, fake: Callable, tags: Sequence[torch.Tag] = ()) -> No
     LIBRARY.define(schema, tags=(*own, *tags))
     LIBRARY.impl(name, call, "CompositeExplicitAutograd")
     torch.library.register_fake(f"q2::{name}", call_fake, lib=LIBRARY)
+
+
+def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """The arguments of an op say in which dtype it computes. Kernels that call torch's matmul would
+    compute in another one in a backward pass that runs under autocast."""
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return _AS_IT_IS
 
 
 @functools.cache

@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 
 import q2compile.runtime_kernels  # noqa: F401  registers the ops used here
+from q2compile.linear.autocast import without_autocast
 from q2compile.recipes.recipe import Gemm, Operand, Recipe
 from q2compile.runtime_kernels.numerics.groups import UNIT, spreads
 from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.numerics.schemes import SCHEMES
 from q2compile.runtime_kernels.numerics.transforms import TRANSFORMS
+from q2compile.torch_internals.aot_autograd import layouts_without_guards
 
 Codes = tuple[Tensor, Tensor, Tensor]  # codes, scales, global scale
 _PARTS = ("codes", "scales", "global_scale")
@@ -303,6 +305,20 @@ def forward(
 
     w_parts: what fprop makes of w, where it has been made before.
     """
+    with layouts_without_guards(x.shape[0]):
+        return _forward(ctx, product, x, w, bias, recipe, salt, w_parts)
+
+
+def _forward(
+    ctx: Any,
+    product: OneWeight,
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    recipe: Recipe,
+    salt: int,
+    w_parts: Sequence[Tensor],
+) -> tuple[Tensor, Saved]:
     made, saved = Saved(x=x, w=w), Saved()
     ctx.needs_x, ctx.needs_w, *_ = ctx.needs_input_grad
     ctx.recipe, ctx.columns, ctx.salts = recipe, w.shape[1], (2 * salt, 2 * salt + 1)
@@ -328,10 +344,12 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     """dx and dw, None for the one that nobody needs."""
     dx = dw = None
-    if ctx.needs_x:
-        dx = _backward_gemm(product, ctx.recipe, "dgrad", dy, saved, ctx.columns, ctx.salts[0])
-    if ctx.needs_w:
-        dw = _backward_gemm(product, ctx.recipe, "wgrad", dy, saved, ctx.columns, ctx.salts[1])
+    # Under autocast a GEMM in high precision would have the dtype of that.
+    with layouts_without_guards(dy.shape[0]), without_autocast(dy.device.type):
+        if ctx.needs_x:
+            dx = _backward_gemm(product, ctx.recipe, "dgrad", dy, saved, ctx.columns, ctx.salts[0])
+        if ctx.needs_w:
+            dw = _backward_gemm(product, ctx.recipe, "wgrad", dy, saved, ctx.columns, ctx.salts[1])
     return dx, dw
 
 

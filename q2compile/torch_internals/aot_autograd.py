@@ -44,6 +44,17 @@ def aot_eager_compile(
                 called.recompile()
         return make_boxed_func(graph.forward)
 
+    def backward_compiler(graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        compiler(graph, inputs)
+
+        def forward(*args: Any) -> Any:
+            # Autocast's casts are in the graph. AOTAutograd disables it around the backward only
+            # where the forward was compiled under autocast.
+            with torch._C._DisableAutocast():
+                return graph.forward(*args)
+
+        return make_boxed_func(forward)
+
     def partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         if on_joint is not None:
             on_joint(joint.graph)
@@ -51,7 +62,7 @@ def aot_eager_compile(
 
     backend = aot_autograd(
         fw_compiler=compiler,
-        bw_compiler=compiler,
+        bw_compiler=backward_compiler,
         inference_compiler=compiler,
         partition_fn=partition,
         decompositions=select_decomp_table(),
@@ -178,3 +189,17 @@ def compiles_autograd() -> bool:
     from torch._dynamo import compiled_autograd, config
 
     return bool(config.compiled_autograd or compiled_autograd.compiled_autograd_enabled)
+
+
+@contextmanager
+def layouts_without_guards(*sizes: Any) -> Iterator[None]:
+    """Questions about symbolic sizes that come up inside are answered for the sizes of tracing,
+    and the graph gets no guard for the answer.
+
+    For calls of ops that return new, contiguous tensors of any size: torch asks of every traced
+    tensor whether a size is 1, as its stride would not count then, and the answer to that is the
+    same. A graph for lengths above 16 would be the result where a tensor has ceil(T / 16) columns.
+    """
+    symbolic = [size.node.shape_env for size in sizes if isinstance(size, torch.SymInt)]
+    with symbolic[0].suppress_guards() if symbolic else nullcontext():
+        yield

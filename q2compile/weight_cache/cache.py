@@ -13,6 +13,8 @@ Codes live as long as their weight's memory, at 4.5 bits per parameter. They are
     a change of the weight's version counter: every in-place change that autograd sees, by
         optimizers, copy_, load_state_dict, init, under no_grad and inference_mode, too;
     another storage, address or layout: ``p.data = other``, .to(), swap_tensors;
+    a hand-over of the memory to another weight, whose version counter may have the same value:
+        trainers that swap blocks hand one buffer from layer to layer;
     the step of an optimizer that holds the weight. torch's fused SGD, Adam, AdamW and Adagrad leave
         the version as it was, and so do optimizers of others that write through ``p.data``. A
         frozen weight that the optimizer skips keeps its codes;
@@ -39,6 +41,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from operator import getitem
 from threading import RLock
 from typing import Any
@@ -86,12 +89,14 @@ class Form:
 class _Made:
     """Cached forms of the weight in one storage.
 
+    weight   which weight that is (`_identity`)
     state    changes when the weight does, except by its optimizers' steps
     steps    the steps of the known optimizers that hold the weight, when the codes were made
     trained  whether a backward pass can have followed a call
     forms    Form -> its parts
     """
 
+    weight: tuple[int, int]
     state: Any = None
     steps: tuple[tuple[Steps, int], ...] = ()
     trained: bool = False
@@ -112,6 +117,22 @@ class _Made:
         """Codes are made of ``w`` as it is now."""
         self.state, self.steps = state, _counted(w, self.holders.known(w))
         self.forms.clear()
+
+
+_NUMBER = "_q2_cached_weight"  # an attribute of weights whose codes are cached
+_numbers = count(1)
+
+
+def _identity(w: Tensor) -> tuple[int, int]:
+    """Tells ``w`` from every other weight, also from a later one that Python puts in its place.
+
+    A number at the tensor is needed because ids are reused, and a weak reference would keep
+    torch.utils.swap_tensors from working. The id is needed because copies of a tensor have its
+    attributes. An int can be pickled with the tensor, and loaded with weights_only.
+    """
+    if _NUMBER not in vars(w):
+        setattr(w, _NUMBER, next(_numbers))
+    return id(w), vars(w)[_NUMBER]
 
 
 # By storage, not by tensor: torch.utils.swap_tensors refuses a tensor that has weak references.
@@ -169,7 +190,10 @@ def parts_of(
         return make(w.detach())
     state = (w.data_ptr(), w.shape, w.stride(), w.dtype, w._version, adapters)
     with _lock:
-        made = _made.setdefault(w.untyped_storage(), _Made())
+        weight = _identity(w)
+        made = _made.get(w.untyped_storage())
+        if made is None or made.weight != weight:
+            made = _made[w.untyped_storage()] = _Made(weight)
         made.holders.note(w)
         if made.changed(w, state):
             made.begin(w, state)

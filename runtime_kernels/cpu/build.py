@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from q2compile.runtime_kernels.cache_folder import cache_dir
+from q2compile.runtime_kernels.cache_folder import cache_dir, read_whole, write_whole
 from q2compile.torch_internals.cpp_compiler import cpp_compiler
 
 SOURCES = Path(__file__).parent / "csrc"
@@ -95,8 +95,8 @@ def _library() -> ctypes.CDLL:
     if sys.byteorder != "little" or sys.platform == "win32":
         raise BuildError(f"they are not written for {platform.machine()} on {sys.platform}.")
     path = library_path()
-    if path.exists():
-        with contextlib.suppress(OSError):  # a broken file is built anew
+    if read_whole(path) is not None:  # loading a shortened file would end the process (SIGBUS)
+        with contextlib.suppress(OSError):  # a folder of which nothing may be run
             return ctypes.CDLL(str(path))
     compiler = _compiler()
     LOG.info("q2compile: compiling the kernels for this CPU; it can take a minute, once")
@@ -138,8 +138,7 @@ def options() -> tuple[str, ...]:
 
 
 def _built(compiler: str, path: Path) -> ctypes.CDLL:
-    """Compiles to a file beside ``path``, loads that, and moves it: all or nothing, also with
-    several processes."""
+    """Compiles to a file beside ``path``, loads that, and stores it at ``path``."""
     handle, name = tempfile.mkstemp(suffix=".so", dir=path.parent)
     os.close(handle)
     try:
@@ -154,7 +153,7 @@ def _built(compiler: str, path: Path) -> ctypes.CDLL:
             lines = done.stderr.strip().splitlines()
             raise BuildError(f"{compiler} failed: {' '.join(lines[:3])[:500]}")
         loaded = ctypes.CDLL(name)
-        os.replace(name, path)
+        write_whole(path, Path(name).read_bytes())
         return loaded
     except subprocess.TimeoutExpired as error:
         raise BuildError(f"{compiler} did not end within {_TIMEOUT} s.") from error

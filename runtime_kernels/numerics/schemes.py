@@ -39,6 +39,14 @@ SR_HEADROOM = 16 / 17
 MS_EDEN_CLIP = E2M1_MAX * SR_HEADROOM / 0.93
 
 
+# The values that the code of rounding knows; any other would be rounded to nearest, or as nvfp4.
+_VALUES = {
+    "format": ("nvfp4", "mxfp4"),
+    "rounding": ("rtn", "sr", "ms_eden", "quest"),
+    "global_scale": ("exact", "pow2", "none"),
+}
+
+
 @dataclass(frozen=True)
 class Scheme:
     """How one operand is rounded. Instances live in SCHEMES; the ops take the name."""
@@ -68,6 +76,15 @@ class Scheme:
     # bf16 [M, Kp] instead of codes, and no scales, for BF16 GEMMs: code * scale, times a global
     # scale that is a power of two (which is then given as 1).
     dequantized: bool = False
+
+    def __post_init__(self) -> None:
+        for name, known in _VALUES.items():
+            if (value := getattr(self, name)) not in known:
+                raise ValueError(
+                    f"scheme {self.name!r}: no code implements {name}={value!r}; allowed: "
+                    f"{', '.join(known)}. A new value needs a rule in runtime_kernels/numerics/ "
+                    "and words in `q2compile recipes`."
+                )
 
     @property
     def stochastic(self) -> bool:

@@ -11,6 +11,8 @@ generators", OOPSLA 2014), started at the mixed key:
 too: those of neighboring numbers have nothing in common.
 """
 
+from typing import Any
+
 import torch
 
 _GAMMA = 0x9E3779B97F4A7C15
@@ -26,11 +28,19 @@ def seeds(drawn: torch.Tensor, count: int, key: int) -> torch.Tensor:
 
     Returns int64 [count]; all 64 bits count.
     """
-    # Inductor's decomposition of torch.arange. A pass inserts these ops after decomposition.
-    one = {"start": 1, "step": 1, "dtype": torch.int64, "device": drawn.device}
-    number = drawn + torch.ops.prims.iota(count, **one, requires_grad=False)
+    return seeds_of(drawn + torch.ops.prims.iota(count, **iota(drawn.device)), key)
+
+
+def iota(device: torch.device) -> dict[str, Any]:
+    """Arguments of prims.iota besides the count. It is Inductor's decomposition of torch.arange: a
+    pass inserts these ops after decomposition."""
+    return {"start": 1, "step": 1, "dtype": torch.int64, "device": device, "requires_grad": False}
+
+
+def seeds_of(numbers: Any, key: int) -> Any:
+    """Seeds number ``numbers - 1`` of ``key``. An int64 tensor, or what has its operators."""
     # int64 products and sums wrap modulo 2^64, so that their bits are those of unsigned ones.
-    state = number * signed(_GAMMA) + signed(mixed(key))
+    state = numbers * signed(_GAMMA) + signed(mixed(key))
     for shift, factor in _ROUNDS:
         state = (state ^ _shifted(state, shift)) * signed(factor)
     return state ^ _shifted(state, _LAST)
@@ -49,6 +59,6 @@ def signed(bits: int) -> int:
     return bits - (1 << _BITS) if bits >> (_BITS - 1) else bits
 
 
-def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
+def _shifted(x: Any, by: int) -> Any:
     """``x`` shifted to the right as an unsigned number."""
     return (x >> by) & ((1 << (_BITS - by)) - 1)

@@ -22,7 +22,7 @@ from q2compile import explain
 from q2compile.config import CONFIG_FILE_VARIABLE, Config
 from q2compile.errors import StageError
 from q2compile.runtime_kernels import registry
-from q2compile.runtime_kernels.cache_folder import cache_dir
+from q2compile.runtime_kernels.cache_folder import cache_dir, read_whole
 from q2compile.runtime_kernels.cuda import checked_cases, selfcheck
 from q2compile.runtime_kernels.cuda.jit import limits, nvrtc
 from tests.support import forked, quantizer_calls
@@ -260,7 +260,7 @@ def test_two_processes_build_one_cubin_at_once(tmp_path):
     digests = {done.stdout for done in outputs}
     assert len(digests) == 1 and digests != {""}, outputs
     (path,) = cache.iterdir()
-    assert nvrtc._read(path) is not None
+    assert read_whole(path) is not None
 
 
 def test_ctrl_c_while_a_cubin_is_written_leaves_no_file(cache, monkeypatch, ctrl_c):

@@ -149,6 +149,22 @@ def test_explain_and_compare_draw_nothing():
     assert q2compile.get_rng_state() == before
 
 
+def test_other_threads_may_run_while_a_backward_is_compiled(monkeypatch):
+    """FX marks the whole process while it traces, and outside of Dynamo's compilation, where a
+    backward is compiled, what Dynamo compiled raises an error in every thread then."""
+    model, traces, trace = Net(), [], torch.fx.Tracer.trace
+    compiled = torch.compile(model, backend="quartet2", options={"seed": 7, "inner": "eager"})
+    loss = compiled(torch.randn(128, 64)).sum()
+
+    def noted(tracer, *args, **kwargs):
+        traces.append(tracer)
+        return trace(tracer, *args, **kwargs)
+
+    monkeypatch.setattr(torch.fx.Tracer, "trace", noted)
+    loss.backward()
+    assert not traces and model.up.weight.grad.isfinite().all()
+
+
 @pytest.mark.parametrize("value", [True, 1.5, "7", 2**64, -(2**63) - 1])
 def test_what_is_no_seed_is_refused(value):
     with pytest.raises(ConfigError, match="seed: got .*; allowed: an int of 64 bits"):

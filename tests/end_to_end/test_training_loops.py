@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -70,6 +71,50 @@ def scaled_step(compiled, model, scaler, dtype):
     scaler.step(optimizer)
     scaler.update()
     return grads
+
+
+BF16_BACKWARD = {"fprop": "nvfp4", "dgrad": "bf16", "wgrad": "bf16"}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "inner"),
+    [("quartet2", "inductor"), ("mxfp4_2d", "eager"), (BF16_BACKWARD, "eager")],
+)
+def test_autocast_around_a_backward_changes_no_bit(recipe, inner):
+    """Its forward ran outside. fp16 would overflow here, as it does where torch runs a backward
+    without a compiler."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 96), nn.SiLU(), nn.Linear(96, 64))
+    compiled, x = quantized(model, recipe=recipe, inner=inner), torch.randn(64, 64)
+    grads = []
+    for dtype in (None, torch.float16, torch.bfloat16):
+        model.zero_grad()
+        loss = (300 * compiled(x)).square().sum()
+        torch.manual_seed(1)
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            loss.backward()
+        grads.append([p.grad for p in model.parameters()])
+    for others in grads[1:]:
+        assert all(map(torch.equal, others, grads[0]))
+
+
+def test_a_layer_without_autocast_in_a_model_with_it():
+    """Its backward computes in fp32, too."""
+    model, x = nn.Linear(64, 64), torch.randn(64, 64)
+
+    def layer(x):
+        with torch.autocast("cpu", enabled=False):
+            return model(x)
+
+    compiled = quantized(layer, recipe=BF16_BACKWARD, inner="eager")
+    grads = []
+    for enabled in (False, True):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            loss = compiled(x).square().sum()
+        loss.backward()
+        grads.append(model.weight.grad)
+    assert torch.equal(*grads)
 
 
 def test_a_loss_scale_by_a_power_of_two_changes_no_bit_in_bf16():

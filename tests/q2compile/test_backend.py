@@ -229,6 +229,21 @@ def test_changing_batches_do_not_recompile():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
 
 
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp4_2d", "quartet"])
+def test_a_dynamic_length_with_bounds_has_one_graph(recipe):
+    """Trap: torch asks of every traced tensor whether a size is 1. Scales with ceil(T / 16) columns
+    made that a guard, which the bounds contradict."""
+    counts = torch._dynamo.utils.counters["stats"]
+    before = counts["unique_graphs"]
+    options = {**EAGER, "recipe": recipe}
+    compiled = torch.compile(nn.Linear(64, 64), backend="quartet2", options=options)
+    for length in (40, 60, 20, 8):
+        x = torch.randn(length, 64)
+        torch._dynamo.mark_dynamic(x, 0, min=4, max=512)
+        compiled(x).sum().backward()
+    assert counts["unique_graphs"] == before + 1
+
+
 def test_equal_options_share_compiled_code():
     """Trap: torch.compile pops keys off the options dict it is given; options are compared as
     data.

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from q2compile.passes.graph_queries import device_of
 from q2compile.passes.new_node import new_node
-from q2compile.runtime_kernels.numerics.seeds import seeds
+from q2compile.runtime_kernels.numerics.seeds import iota, seeds_of
 
 
 def merge_seeds_pass(graph: fx.Graph) -> int:
@@ -67,20 +68,43 @@ def _drawn_by_torch(first: fx.Node, count: int, device: torch.device) -> fx.Node
     return draw
 
 
+class _Int64:
+    """An int64 tensor in the making: an operation with a number adds a node to the graph.
+
+    `make_fx` would trace the function instead. But it marks the whole process as tracing, and
+    torch.compile refuses to run in any thread then, unless Dynamo is compiling. A backward is
+    compiled when it is first run, after Dynamo has ended.
+    """
+
+    def __init__(self, like: fx.Node, node: fx.Node) -> None:
+        self.like, self.node = like, node
+
+    def _new(self, target: Any, other: _Int64 | int) -> _Int64:
+        right = other.node if isinstance(other, _Int64) else other
+        return _Int64(self.like, new_node(self.like, target, self.node, right))
+
+    def __add__(self, other: _Int64 | int) -> _Int64:
+        return self._new(torch.ops.aten.add.Tensor, other)
+
+    def __mul__(self, other: int) -> _Int64:
+        return self._new(torch.ops.aten.mul.Tensor, other)
+
+    def __xor__(self, other: _Int64) -> _Int64:
+        return self._new(torch.ops.aten.bitwise_xor.Tensor, other)
+
+    def __rshift__(self, by: int) -> _Int64:
+        return self._new(torch.ops.aten.__rshift__.Scalar, by)
+
+    def __and__(self, mask: int) -> _Int64:
+        return self._new(torch.ops.aten.bitwise_and.Scalar, mask)
+
+
 def _drawn_by_key(first: fx.Node, count: int, key: int) -> fx.Node:
     """int64 [count] from the counter of a key. Inductor makes one kernel of the ops behind the
     draw."""
     drawn = new_node(first, torch.ops.q2.draw.default, first.args[0], key, count)
-    traced = make_fx(lambda drawn: seeds(drawn, count, key), tracing_mode="fake")(drawn.meta["val"])
-    values: dict[fx.Node, fx.Node] = {}
-    (placeholder,) = traced.graph.find_nodes(op="placeholder")
-    values[placeholder] = drawn
-    for inner in traced.graph.nodes:
-        if inner.op == "call_function":
-            values[inner] = first.graph.node_copy(inner, values.__getitem__)
-            values[inner].meta = _meta_of(first) | {"val": inner.meta["val"]}
-    (result,) = traced.graph.output_node().all_input_nodes
-    return values[result]
+    numbers = new_node(first, torch.ops.prims.iota.default, count, **iota(drawn.meta["val"].device))
+    return seeds_of(_Int64(first, drawn) + _Int64(first, numbers), key).node
 
 
 def _meta_of(node: fx.Node) -> dict[str, object]:

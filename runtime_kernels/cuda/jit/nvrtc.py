@@ -5,21 +5,20 @@ The sources include no CUDA header, so that NVRTC alone compiles them: no toolki
 no GPU. A variant is one entry point with its defines; the entry point has the name of the file.
 
 The cache holds one file a cubin, named by the hash of everything that went into it: sources,
-defines, architecture, options, and the version of NVRTC. A file begins with the hash of the rest;
-a file that does not match is replaced. The folder is $Q2COMPILE_CACHE_DIR, or q2compile under
+defines, architecture, options, and the version of NVRTC. A file that was shortened or changed since
+is replaced (cache_folder.py). The folder is $Q2COMPILE_CACHE_DIR, or q2compile under
 $XDG_CACHE_HOME or ~/.cache; deleting it costs a second at the next start.
 """
 
 import functools
 import hashlib
-import os
-import tempfile
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from q2compile.runtime_kernels.cache_folder import cache_dir
+from q2compile.runtime_kernels.cache_folder import cache_dir, read_whole, write_whole
 
 SOURCES = Path(__file__).parents[1] / "csrc"
 HEADERS = SOURCES / "include"
@@ -88,14 +87,15 @@ def _threads() -> ThreadPoolExecutor:
 def _made(variant: Variant, architecture: str, path: Path) -> bytes:
     if path.name in _failed:
         raise CompileError(_failed[path.name])
-    code = _read(path)
+    code = read_whole(path)
     if code is None:
         try:
             code, _ = compile_variant(variant, architecture)
         except CompileError as error:
             _failed[path.name] = str(error)
             raise
-        _write(path, code)
+        with suppress(OSError):  # each process compiles for itself then
+            write_whole(path, code)
     return code
 
 
@@ -186,32 +186,6 @@ def _cache_path(variant: Variant, architecture: str) -> Path:
     ):
         key.update(f"{part}\0".encode())
     return cache_dir() / f"{variant.entry}-{architecture}-{key.hexdigest()[:24]}.cubin"
-
-
-def _read(path: Path) -> bytes | None:
-    try:
-        content = path.read_bytes()
-    except OSError:
-        return None
-    digest, code = content[:32], content[32:]
-    return code if digest == hashlib.sha256(code).digest() else None
-
-
-def _write(path: Path, code: bytes) -> None:
-    """Writes all or nothing, also with several processes. If the folder cannot be written, each
-    process compiles for itself."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            try:
-                file.write(hashlib.sha256(code).digest() + code)
-                file.flush()
-                os.replace(file.name, path)
-            except BaseException:  # a full disk, Ctrl-C: leave nothing behind
-                os.unlink(file.name)
-                raise
-    except OSError:
-        return
 
 
 @functools.cache

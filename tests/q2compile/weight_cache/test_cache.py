@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cached codes of weights: when they are reused, and when they are computed anew. Never stale."""
 
+import copy
 import gc
+import io
 
 import pytest
 import torch
@@ -392,6 +394,57 @@ def test_memory_that_is_used_again_is_not_the_same_weight():
         w.data = torch.randn(16, 16)
         gc.collect()
         assert torch.equal(parts_of(w, FORM, make)[0], w)
+
+
+def to_another(w):
+    """As trainers that swap blocks do: the buffer of one frozen layer gets the next layer."""
+    other, buffer = weight(), w.data
+    w.data, other.data = other.data.clone(), buffer.copy_(other.data)
+    return other
+
+
+def to_a_later_one(w):
+    """A copy of the tensor holds what a weight's attributes are, and not which weight it is."""
+    buffer, later = w.data.neg_(), copy.copy(w)
+    w.data, later.data = torch.empty(0), buffer
+    return later
+
+
+def test_memory_that_is_handed_to_another_weight():
+    """Trap: the version counters of both may have one value."""
+    for hand_over in (to_another, to_a_later_one):
+        w, make = weight(), Counting()
+        with torch.no_grad():
+            parts_of(w, FORM, make)
+            other = hand_over(w)
+            assert (other._version, other.data_ptr()) == (w._version, next(iter(_made)).data_ptr())
+            for _ in range(2):
+                assert torch.equal(parts_of(other, FORM, make)[0], other)
+        assert make.calls == 2, "and kept for the other"
+
+
+def test_a_weight_in_the_place_of_one_that_died():
+    """Trap: Python gives it the id of the other."""
+    w, make, ids = weight(), Counting(), set()
+    for calls in range(1, 9):
+        ids.add(id(w))
+        with torch.no_grad():
+            assert torch.equal(parts_of(w, FORM, make)[0], w) and make.calls == calls
+        buffer = w.data
+        del w
+        buffer.neg_()
+        w = nn.Parameter(torch.empty(0))
+        w.data = buffer
+        del buffer
+    assert len(ids) < 8
+
+
+def test_a_cached_weight_can_be_saved_and_loaded():
+    w, file = weight(), io.BytesIO()
+    parts_of(w, FORM, Counting())
+    torch.save(w, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=True), w)
 
 
 def test_what_is_made_in_inference_mode_can_be_saved_for_backward():

@@ -3,6 +3,7 @@
 
 import functools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -131,3 +132,10 @@ def test_rng_offsets_share_their_signs():
 def test_unknown_scheme_names_the_nearest():
     with pytest.raises(ValueError, match="Did you mean 'nvfp4_ms_eden'"):
         get_scheme("nvfp4_mseden")
+
+
+@pytest.mark.parametrize("field", ["format", "rounding", "global_scale"])
+def test_a_value_that_no_code_implements_is_refused(field):
+    """It would be rounded to nearest without a word."""
+    with pytest.raises(ValueError, match=f"scheme 'nvfp4': no code implements {field}='odd'"):
+        replace(SCHEMES["nvfp4"], **{field: "odd"})
