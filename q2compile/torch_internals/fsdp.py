@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -27,6 +29,24 @@ from torch.distributed.tensor import DTensor, Shard
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _BEFORE, _AFTER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 _MOVE = "to"
+
+
+_values_too = ContextVar("values_too", default=False)
+
+
+@contextmanager
+def values_too() -> Iterator[None]:
+    """Gathers inside of it bring the values of every parameter."""
+    token = _values_too.set(True)
+    try:
+        yield
+    finally:
+        _values_too.reset(token)
+
+
+def wants_values() -> bool:
+    """Whether this is inside of `values_too`."""
+    return _values_too.get()
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -50,6 +70,32 @@ def is_in_backward(group: Any) -> bool:
 
 def is_in_forward(group: Any) -> bool:
     return bool(group._training_state.name == "FORWARD")
+
+
+def is_kept(group: Any) -> bool:
+    """Whether FSDP2 leaves the parameters gathered after the forward: the root's are, and those
+    under ``reshard_after_forward=False``."""
+    return not group._reshard_after_forward
+
+
+def awaits_backward(group: Any) -> bool:
+    """Whether a forward may have saved what was gathered for a backward to come."""
+    return bool(group._post_forward_indices)
+
+
+def is_gathered(record: Any) -> bool:
+    return bool(record.sharded_state.name == "UNSHARDED")
+
+
+def register_shard(record: Any) -> None:
+    """Let the module show its shard, while FSDP2 keeps what it has gathered."""
+    record._setattr_on_modules(record.sharded_param)
+
+
+def register_whole(record: Any) -> None:
+    """Undo `register_shard`, unless FSDP2 has freed what it had gathered since."""
+    if is_gathered(record):
+        record._setattr_on_modules(record._unsharded_param)
 
 
 def why_values(record: Any, group: Any) -> str:
