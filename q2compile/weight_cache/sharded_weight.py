@@ -96,7 +96,8 @@ class ShardedWeight:
         self.show()
         if self.agreed is not None:
             self._wire.attach()
-        self._runs, self._values_too = True, False
+        self._runs = True
+        self._values_too = fsdp.wants_values() or torch.is_grad_enabled() in self.others
 
     def send(self, codes: list[Tensor], global_scale: Tensor) -> None:
         """Send these in this forward and its backward. codes: of `shard_codes.of_shard`."""
@@ -140,7 +141,6 @@ class ShardedWeight:
                 self._sent = []
             return sent, both
         if self._runs and self.agreed is not None and fsdp.is_in_forward(self.group):
-            self._values_too |= fsdp.wants_values() or torch.is_grad_enabled() in self.others
             return self._sent, self._values_too
         # A gather by hand, or a forward that did not begin in the model: codes are those of the
         # last forward, and only a backward of it may read them.
@@ -153,7 +153,8 @@ class ShardedWeight:
         self.wanted, self.read = (wanted if fits and not self.why else None), True
         self._note_place()
         agreed = self.agreed
-        if self._serves and self._wire.received and agreed is not None and agreed.number == wanted.number:
+        received = self._serves and self._wire.received
+        if received and agreed is not None and agreed.number == wanted.number:
             assert self._global_scale is not None
             codes, scales, *mask = self._whole(wanted)
             return codes, scales, self._global_scale, *mask
@@ -196,6 +197,7 @@ class ShardedWeight:
         if torch.is_grad_enabled() or not self.read:
             self.wanted, self.read = None, True
         self._note_place()
+        self._values_too = True
         self.gather_values()
 
     def _note_place(self) -> None:
