@@ -16,7 +16,11 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensor, FakeTensorMode
 
+<<<<<<< HEAD
 from q2compile.torch_internals.fsdp1 import is_flattened
+=======
+from q2compile.torch_internals.fsdp import values_too
+>>>>>>> gather
 
 # Whether a compiled graph gives the right gradient to an input that is an AsyncCollectiveTensor. It
 # does in 2.11; from 2.12 to 2.15 backward fails in DTensor's redistribute.
@@ -46,6 +50,15 @@ def compile_call(backend: Callable[..., Any]) -> Any:
     call = None if tracer is None else _innermost_backend(tracer.output.compiler_fn)
     is_call = isinstance(call, torch._TorchCompileWrapper) and call.compiler_fn is backend
     return call if is_call else None
+
+
+def is_compiled_by(package: str) -> bool:
+    """Whether a backend from this package compiles the frame that Dynamo traces now."""
+    tracer = _tracer()
+    function = None if tracer is None else _innermost_backend(tracer.output.compiler_fn)
+    function = getattr(function, "compiler_fn", function)
+    function = getattr(function, "func", function)  # of a functools.partial
+    return str(getattr(function, "__module__", "")).partition(".")[0] == package
 
 
 def was_named(backend: str) -> bool:
@@ -159,13 +172,13 @@ def compiled_apart(
 ) -> Iterator[Callable[..., Any]]:
     """``model`` compiled by ``backend`` without a trace in what else compiles it: where this torch
     can isolate them, its compiled versions don't count against the limit of those of training. An
-    older torch gets a higher limit as long as this lasts.
+    older torch gets a higher limit as long as this lasts. FSDP2 gathers values meanwhile.
     """
     isolates = "isolate_recompiles" in inspect.signature(torch.compile).parameters
     more = {} if isolates else dict.fromkeys(("recompile_limit", "cache_size_limit"), 1 << 16)
     changes = {name: limit for name, limit in more.items() if hasattr(torch._dynamo.config, name)}
     options: dict[str, Any] = {"isolate_recompiles": True} if isolates else {}
-    with torch._dynamo.config.patch(changes) if changes else nullcontext():
+    with torch._dynamo.config.patch(changes) if changes else nullcontext(), values_too():
         yield torch.compile(model, backend=backend, **options)
 
 

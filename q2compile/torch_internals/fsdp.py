@@ -14,7 +14,10 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +30,25 @@ from torch.distributed.tensor import DTensor, Shard
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _BEFORE, _AFTER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 _MOVE = "to"
+_COPIES = ("__deepcopy__", "__reduce_ex__")
+
+
+_values_too = ContextVar("values_too", default=False)
+
+
+@contextmanager
+def values_too() -> Iterator[None]:
+    """Gathers inside of it bring the values of every parameter."""
+    token = _values_too.set(True)
+    try:
+        yield
+    finally:
+        _values_too.reset(token)
+
+
+def wants_values() -> bool:
+    """Whether this is inside of `values_too`."""
+    return _values_too.get()
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -50,6 +72,32 @@ def is_in_backward(group: Any) -> bool:
 
 def is_in_forward(group: Any) -> bool:
     return bool(group._training_state.name == "FORWARD")
+
+
+def is_kept(group: Any) -> bool:
+    """Whether FSDP2 leaves the parameters gathered after the forward: the root's are, and those
+    under ``reshard_after_forward=False``."""
+    return not group._reshard_after_forward
+
+
+def awaits_backward(group: Any) -> bool:
+    """Whether a forward may have saved what was gathered for a backward to come."""
+    return bool(group._post_forward_indices)
+
+
+def is_gathered(record: Any) -> bool:
+    return bool(record.sharded_state.name == "UNSHARDED")
+
+
+def register_shard(record: Any) -> None:
+    """Let the module show its shard, while FSDP2 keeps what it has gathered."""
+    record._setattr_on_modules(record.sharded_param)
+
+
+def register_whole(record: Any) -> None:
+    """Undo `register_shard`, unless FSDP2 has freed what it had gathered since."""
+    if is_gathered(record):
+        record._setattr_on_modules(record._unsharded_param)
 
 
 def why_values(record: Any, group: Any) -> str:
@@ -190,6 +238,8 @@ class Wire:
             self._values = self._values or list(self._record.all_gather_outputs)
             setattr(local, _BEFORE, self._asked)
             setattr(local, _AFTER, self._post)
+            for name in _COPIES:
+                setattr(local, name, partial(_copied_plain, local, name))
             if self._record.offload_to_cpu:
                 # FSDP2 looks the two up on a copy on the GPU, which has no attributes.
                 setattr(local, _MOVE, lambda *args, **kwargs: local)
@@ -201,6 +251,8 @@ class Wire:
         if getattr(local, _BEFORE, None) is not None:
             delattr(local, _BEFORE)
             delattr(local, _AFTER)
+            for name in _COPIES:
+                delattr(local, name)
             if self._record.offload_to_cpu:
                 delattr(local, _MOVE)
 
@@ -240,6 +292,16 @@ class Wire:
             self._put_in_order()
         self._record.all_gather_outputs = list(self._values)
         self._record._unsharded_inner_tensors = list(self._buffers) if self.received else []
+        if not self.has_values and self._values[0].device.type == "cpu":
+            self._fill_with_nan()
+
+    def _fill_with_nan(self) -> None:
+        """A kernel of a CPU that reads a parameter without memory ends the process. No error can be
+        raised there, so what code besides our graphs reads in the middle of a forward is NaN."""
+        (values,) = self._values
+        values.untyped_storage().resize_(values.numel() * values.itemsize)
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(values):
+            values.fill_(torch.nan)
 
     def gather_values(self) -> None:
         """Where the buffers alone were gathered, gather the values as well: a collective, which
@@ -264,6 +326,17 @@ class Wire:
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(values):
             shards = values.view(-1, *shape).unbind()
             values.copy_(torch.cat(shards, dim).view(-1))
+
+
+def _copied_plain(shard: Tensor, method: str, *args: Any) -> Any:
+    """What a method that copies or pickles a shard returns without our attributes, which hold
+    process groups."""
+    own = dict(shard.__dict__)
+    shard.__dict__.clear()
+    try:
+        return getattr(shard, method)(*args)
+    finally:
+        shard.__dict__.update(own)
 
 
 def _with_signature(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -53,8 +53,6 @@ class Votes:
         for weight in self.weights:
             n = weight.number
             votes += [n, -n if n != UNREAD else _LEAST, int(n == UNREAD)]
-            if weight.agreed is not None:
-                weight.begin_forward()
         device = self.weights[0].record.device
         own = torch.tensor(votes, dtype=torch.int32).to(device, non_blocking=True)
         found = [batch.agreement() for batch in self._batches if not batch.is_local]

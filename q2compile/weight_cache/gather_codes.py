@@ -60,8 +60,12 @@ def gather_codes(model: nn.Module) -> int:
         under ``reshard_after_forward=<int>``;
         in a gather outside of the model's forward and backward, such as ``module.unshard()``.
 
-    A module that runs without its compiled graph gets its values by a gather of their own; code
-    that reads a weight in any other way gets torch's error about a storage of size 0.
+    Other readers get values. A module that runs without its compiled graph gathers them; with
+    graphs of another backend all weights are gathered as values, too; after a forward that no
+    backward follows the weights that FSDP2 keeps gathered hold values, and between a forward and
+    its backward their modules show the shards. Only code that is not compiled and reads a module's
+    weight in the middle of a forward or a backward, past the module's own forward, gets none: on a
+    CPU it reads NaN. Such code should read before the forward, or after ``module.reshard()``.
 
     This is a function, and no option of the backend: options belong to one compiled part of a model
     and are first seen in the middle of a forward, after its first gathers. Ranks with different

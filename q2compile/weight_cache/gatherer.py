@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -28,7 +29,7 @@ from q2compile.capture.module_names import plain_name
 from q2compile.capture.module_tree import named_modules, under
 from q2compile.errors import ConfigError
 from q2compile.torch_internals import fsdp
-from q2compile.torch_internals.dynamo import skip_frames_of, skips_forward_of
+from q2compile.torch_internals.dynamo import is_compiled_by, skip_frames_of, skips_forward_of
 from q2compile.weight_cache.exchange import Votes
 from q2compile.weight_cache.sharded_weight import ShardedWeight, add
 
@@ -51,10 +52,15 @@ def gatherer_of(name: str, root: nn.Module) -> Gatherer:
 
 
 class Gatherer:
-    """The weights of one outermost module under fully_shard: all of two or more dimensions."""
+    """The weights of one outermost module under fully_shard: all of two or more dimensions.
+
+    others  whether gradients are on in the forwards that graphs of another backend run in. Such a
+        graph does not say what it reads, so values of all weights are gathered in these forwards.
+    """
 
     def __init__(self, name: str, root: nn.Module) -> None:
         self.weights = _weights_of(name, root)
+        self.others: set[bool] = set()
         by_groups: dict[Any, list[ShardedWeight]] = {}
         for weight in self.weights:
             if not weight.why:
@@ -75,8 +81,9 @@ class Gatherer:
         self._eager: list[_ValuesIfEager] = []
         begin, end = torch.compiler.disable(self._begin), torch.compiler.disable(self._end)
         root.register_forward_pre_hook(begin, prepend=True)  # before FSDP2's, which gathers
-        root.register_forward_hook(end, always_call=True)
+        root.register_forward_hook(end, prepend=True, always_call=True)
         for weight in self.weights:
+            weight.others = self.others
             if not weight.why:
                 self._eager.append(_ValuesIfEager(weight))
         if any(fsdp.gathered_parameter(w.record) is not None for w in self.weights):
@@ -105,6 +112,8 @@ class Gatherer:
     def _begin(self, *_: Any) -> None:
         self._forwards += 1
         self._register_again()
+        for weight in self.weights:
+            weight.begin_forward()
         if self._forwards > 1:  # graphs are compiled in the first
             self.agree()
             for votes in self._votes:
@@ -115,10 +124,41 @@ class Gatherer:
         for hook in self._eager:
             hook.register()
 
-    def _end(self, *_: Any) -> None:
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Before hooks of the user. output: None after an error, with which ranks may be alone."""
         self._register_again()
         for weight in self.weights:
             weight.end_forward()
+        if output is None:
+            return
+        grads = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+        hidden = [weight.leave(bool(grads)) for weight in self.weights]
+        for t in grads if any(hidden) else ():
+            t.register_hook(self._show)
+
+    @torch.compiler.disable
+    def _show(self, gradient: Tensor) -> None:
+        """At the begin of a backward, which may run modules again."""
+        for weight in self.weights:
+            weight.show()
+
+    def read_by_another_backend(self) -> None:
+        """Its graph is compiled now; it will run for equal layers, too."""
+        self.others.add(torch.is_grad_enabled())
+        for weight in self.weights:
+            weight.read_values()
+
+
+@torch.compiler.assume_constant_result
+def _is_read_by_graph() -> bool:
+    """Called by Dynamo while it traces a forward: have the values there if the graph reads them."""
+    for gatherer in list(_gatherers.values()):
+        if fsdp.wants_values():
+            for weight in gatherer.weights:
+                weight.gather_values()
+        elif not is_compiled_by("q2compile"):
+            gatherer.read_by_another_backend()
+    return True
 
 
 def check_all_called(root: nn.Module | None) -> None:
@@ -167,9 +207,10 @@ def _weights_of(name: str, root: nn.Module) -> list[ShardedWeight]:
 
 
 class _ValuesIfEager:
-    """A hook of the module that holds the weight, for a forward without a graph. A compiled graph
+    """A hook of the module that holds the weight, for a forward without a graph of ours. Our graph
     says itself what it reads; Dynamo leaves nothing of the hook there, nor where it compiles the
-    hook and the forward one after the other.
+    hook and the forward one after the other. It leaves nothing in graphs of other backends either,
+    but `_is_read_by_graph` runs while they are compiled.
 
     Where Dynamo skips a torch.nn module it would compile one that has hooks, and the module would
     be quantized. So there the hook runs, and is gone while the module runs.
@@ -193,11 +234,15 @@ class _ValuesIfEager:
         self._handle = self._owner.register_forward_pre_hook(hook)
 
     def _traced(self, *_: Any) -> None:
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            _is_read_by_graph()
+        else:
             self._read_values()
 
     def _once(self, *_: Any) -> None:
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            _is_read_by_graph()
+        else:
             if self._handle is not None:
                 self._handle.remove()
                 self._handle = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -70,8 +70,12 @@ class ShardedWeight:
         self._global_scale: Tensor | None = None
         self._views: tuple[Any, ...] | None = None  # of `_whole`
         self._layouts: dict[Form, Layout] = {}
-        self._fresh = False  # whether they are those of the forward that runs now
+        self._runs = False  # whether a forward of the model does
         self._values_too = False  # whether this forward has read values, and its backward may
+        self._serves = False  # whether the codes gathered last are those of the present values
+        self._read_outside = False  # whether graphs read it outside of the model's forward
+        self._is_hidden = False  # whether its module shows the shard in its place
+        self.others: Collection[bool] = ()  # see `Gatherer`
 
     @property
     def number(self) -> int:
@@ -88,9 +92,12 @@ class ShardedWeight:
             self._wire.detach()
 
     def begin_forward(self) -> None:
-        """Its codes are to be made next."""
-        self._wire.attach()
-        self._fresh, self._values_too = True, False
+        """The model's forward begins; its codes are to be made next."""
+        self.show()
+        if self.agreed is not None:
+            self._wire.attach()
+        self._runs = True
+        self._values_too = fsdp.wants_values() or torch.is_grad_enabled() in self.others
 
     def send(self, codes: list[Tensor], global_scale: Tensor) -> None:
         """Send these in this forward and its backward. codes: of `shard_codes.of_shard`."""
@@ -98,30 +105,60 @@ class ShardedWeight:
 
     def end_forward(self) -> None:
         """Codes serve one forward, and its backward: then the optimizer may have stepped."""
-        self._fresh = False
+        self._runs = False
+
+    def leave(self, has_backward: bool) -> bool:
+        """After a forward: nobody may see a parameter without values. Where FSDP2 frees it, it does
+        that; where it does not, and no backward follows, gather the values, as FSDP2 would have.
+        Before a backward its module shows the shard, until `show`; return whether it does.
+
+        A weight that graphs read outside of the model's forward stays as it is: they expect it.
+        """
+        if self._wire.has_values or not fsdp.is_gathered(self.record):
+            return False
+        if not has_backward:
+            if fsdp.is_kept(self.group):
+                self.gather_values()
+            return False
+        self._is_hidden = not self._read_outside
+        if self._is_hidden:
+            fsdp.register_shard(self.record)
+        return self._is_hidden
+
+    def show(self) -> None:
+        """The module shows the gathered parameter again."""
+        if self._is_hidden:
+            self._is_hidden = False
+            fsdp.register_whole(self.record)
 
     def _before_gather(self) -> tuple[list[Tensor], bool] | None:
         """The tensors that FSDP2 sends, and whether it sends the values, too."""
+        self._serves = True
         if fsdp.is_in_backward(self.group) and self._sent:
             both = self._values_too or self.agreed is None
             sent = self._sent
             if self.agreed is None:
                 self._sent = []
             return sent, both
-        if self._fresh and self.agreed is not None and fsdp.is_in_forward(self.group):
-            return self._sent, False
-        return None  # a gather by hand, or a forward that did not begin in the model
+        if self._runs and self.agreed is not None and fsdp.is_in_forward(self.group):
+            return self._sent, self._values_too
+        # A gather by hand, or a forward that did not begin in the model: codes are those of the
+        # last forward, and only a backward of it may read them.
+        self._serves = False
+        return (self._sent, True) if self._sent and fsdp.awaits_backward(self.group) else None
 
     def parts(self, wanted: Wanted, make: Make) -> Sequence[Tensor]:
         """The graph inputs for the gathered parameter. make: quantizes all of it."""
         fits = self.layout(wanted.form) == wanted.layout
         self.wanted, self.read = (wanted if fits and not self.why else None), True
+        self._note_place()
         agreed = self.agreed
-        if self._wire.received and agreed is not None and agreed.number == wanted.number:
+        received = self._serves and self._wire.received
+        if received and agreed is not None and agreed.number == wanted.number:
             assert self._global_scale is not None
             codes, scales, *mask = self._whole(wanted)
             return codes, scales, self._global_scale, *mask
-        self._gather_values()
+        self.gather_values()
         w = fsdp.gathered_parameter(self.record)
         assert w is not None
         return make(wanted.form.matrix(w).contiguous())
@@ -159,10 +196,16 @@ class ShardedWeight:
         nothing of the steps: codes are gathered on, and the values besides."""
         if torch.is_grad_enabled() or not self.read:
             self.wanted, self.read = None, True
-        self._gather_values()
+        self._note_place()
+        self._values_too = True
+        self.gather_values()
 
-    def _gather_values(self) -> None:
-        if not self._wire.has_values:
+    def _note_place(self) -> None:
+        self._read_outside |= not self._runs and not fsdp.is_in_backward(self.group)
+
+    def gather_values(self) -> None:
+        """Where its codes alone are gathered; all ranks call this at the same place."""
+        if not self._wire.has_values and fsdp.is_gathered(self.record):
             self._values_too = True
             self._wire.gather_values()
 

@@ -7,7 +7,9 @@ by bit. Scenarios with equal results share the run without gather_codes.
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import signal
 import sys
 import traceback
@@ -33,6 +35,7 @@ from recorded import (
     Training,
     mesh_of,
     no_attach,
+    of_tokens,
     of_vectors,
     tokens_of,
 )
@@ -43,7 +46,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from training import VOCAB, loss_of, new_model
 
 import q2compile
@@ -183,6 +186,60 @@ def evaluated(attach: Attach) -> Run:
     training.run.notes["weight"] = layer.down.weight.detach().clone()
     layer.reshard()
     return training.steps(1).done()
+
+
+def read_by_others(attach: Attach) -> Run:
+    """Everything besides our graphs that reads weights which FSDP2 keeps gathered after a forward:
+    after an evaluation, between forward and backward, after ``unshard`` there, in a hook of the
+    model, in graphs of another backend, in `q2compile.export`, and in the middle of a forward."""
+    training = Training(*build(root_only=True), attach).steps(3)
+    model, read = training.model, training.run.notes.setdefault("read", {})
+
+    def look(when: str) -> None:
+        found = [w.full_tensor() if isinstance(w, DTensor) else w for w in model.parameters()]
+        read[when] = [w.detach().bfloat16().clone() for w in found]
+
+    def evaluate(when: str) -> None:
+        with torch.no_grad():
+            training.run.losses.append(of_tokens(model, 0, 0).item())
+        look(when)
+
+    def compile_blocks(**how: Any) -> None:
+        for layer in model.layers:
+            layer.compile(**how)
+
+    evaluate("after an evaluation")
+    training.steps(1)
+    hooks = [model.register_forward_hook(torch.compiler.disable(lambda *_: look("in a hook")))]
+    loss = of_tokens(model, 0, 0)
+    look("before the backward")
+    if attach is not no_attach:
+        model.reshard()  # FSDP2 has nothing to gather otherwise
+    model.unshard()
+    look("unsharded")
+    loss.backward()
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    hooks.pop().remove()
+    given = {"options": {}, "autocast": torch.bfloat16, "example_inputs": tokens_of(0)}
+    path = folder() / f"exported.{attach is no_attach}"
+    read["layers"] = q2compile.export(model, path, format="safetensors", **given).layers
+    read["layers"] = sorted(read["layers"])
+    copies = pickle.loads(pickle.dumps(copy.deepcopy(list(model.parameters()))))
+    read["pickled"] = [copied.full_tensor().bfloat16() for copied in copies]
+    training.steps(1)
+    compile_blocks(backend="aot_eager")
+    evaluate("by another backend")
+    evaluate("by another backend again")
+    compile_blocks(backend="quartet2", options={"inner": "eager"})
+    training.steps(1)
+    hook = model.norm.register_forward_pre_hook(
+        torch.compiler.disable(lambda *_: look("in the middle"))
+    )
+    training.steps(1)
+    hook.remove()
+    read.pop("in the middle")  # NaN on a CPU, and no signal
+    return training.done()
 
 
 def changed(attach: Attach) -> Run:
@@ -329,6 +386,7 @@ SCENARIOS: dict[str, Callable[[Attach], Run]] = {
     "bare": bare,
     "attached_late": attached_late,
     "evaluated": evaluated,
+    "read_by_others": read_by_others,
     "changed": changed,
     "killed": killed,
     "resumed": resumed,

@@ -26,7 +26,7 @@ from training import HIDDEN, LAYERS, VOCAB
 Found = list[dict[str, Any]]  # of each rank: scenario -> Run
 FORMS = ["quartet2", "recipes", "whole_blocks", "uneven_checkpointed", "uneven_kept", "changed"]
 FORMS += ["attached_late", "evaluated", "fp32_columns", "not_compiled", "bare", "experts_rows"]
-FORMS += ["offloaded", "not_compilable"]
+FORMS += ["offloaded", "not_compilable", "read_by_others"]
 IN_GRAPH = ["in_graph", "in_graph_experts"]
 FOUR = ["recipes", "hsdp", "two_dimensional", "expert_parallel"]
 FAULTS = ["fault_policy", "fault_model", "fault_attach"]
@@ -224,6 +224,18 @@ def test_a_rank_that_can_t_compile_gathers_codes_as_the_others_do(two: Found) ->
         text = "'layers.0.up.weight' and others of its layer failed to compile, or in its first "
         for message, error in zip(found, errors, strict=True):
             assert text in message and f"call (RuntimeError: {error}" in message
+
+
+def test_other_readers_get_values(two: Found) -> None:
+    """Those of FSDP2 alone, whole or as shards. The training goes on with codes afterwards."""
+    for rank in two:
+        run, plain = rank["read_by_others"], rank["read_by_others.plain"]
+        assert run.notes["read"].keys() == plain.notes["read"].keys()
+        for when, want in plain.notes["read"].items():
+            got = run.notes["read"][when]
+            same = when == "layers" or all(map(torch.equal, got, want))
+            assert same and len(got) == len(want), when
+        assert run.bytes[2] == run.bytes[-1] < 0.5 * run.bytes[0]
 
 
 def test_a_gather_by_hand_gives_values(two: Found) -> None:
