@@ -63,6 +63,7 @@ from q2compile.runtime_kernels.numerics.transforms import get_transform
 _SPLIT_SCALES_LAUNCHES = 2  # q2::split_scales: the largest, then the scales
 _INDUCTOR_SQUARE_LAUNCHES = 2  # the largest of each block, then codes
 _ALPHA = 1  # the product of two global scales, if no quantizer's last launch computes it
+_AMAX_LAUNCHES = 2  # of Inductor's reduction over a whole tensor
 _DY_PAIR = "quantize dy rowwise and columnwise"
 FUSED, CALL, TORCH, DISPATCHED = "fused", "call", "torch", "dispatched"
 
@@ -304,6 +305,10 @@ def _product(layer: Layer, name: str, gemm: Gemm, *, masked: bool, aligned: bool
     """The GEMM, and launches ahead of it. masked: a kernel of ours reads its result. aligned: the
     last launch of a quantizer ahead of it computes alpha."""
     operands = dict(zip(GEMMS[name], (gemm.a, gemm.b), strict=True))
+    if get_scheme(gemm.a.scheme).is_tensorwise:
+        bits = sum(packed_bits(o.scheme) * layer.elements(role) for role, o in operands.items())
+        bits += HIGH * layer.elements(_RESULT[name])
+        return [Step(name, "gemm", bits, layer.flops, "fp8", by=TORCH)]
     if layer.emulated:
         has_pow2_scale = layer.grouped or all(
             get_scheme(o.scheme).has_pow2_scale for o in operands.values()
@@ -365,7 +370,8 @@ def _dequantized(layer: Layer, name: str, operands: dict[str, Operand]) -> list[
 
 def _writes_dequantized(layer: Layer, name: str, operand: Operand) -> bool:
     """Whether an operand's quantizer writes it dequantized (`passes.dequantize_operands`)."""
-    return layer.emulated and name != "fprop" and operand.source in ("fresh", "requantize")
+    packed = not get_scheme(operand.scheme).is_tensorwise
+    return layer.emulated and name != "fprop" and packed and operand.source in ("fresh", "requantize")
 
 
 def _pairs(recipe: Recipe, gemms: list[str]) -> _Pairs:
@@ -379,7 +385,9 @@ def _pairs(recipe: Recipe, gemms: list[str]) -> _Pairs:
     found: _Pairs = {}
     for role, (row, column) in operands.items():
         rotated = rows_when_paired(row.scheme, row.transform, column.scheme, column.transform)
-        if rotated is not None:
+        if row == column and get_scheme(row.scheme).is_tensorwise:
+            found[role] = "both", column
+        elif rotated is not None:
             found[role] = ("both" if rotated else ROWS_UNROTATED), column
     return found
 
@@ -409,6 +417,8 @@ def quantizing(
 def _rowwise_and_columnwise(
     layer: Layer, name: str, role: str, kind: str, operand: Operand
 ) -> Step:
+    if get_scheme(operand.scheme).is_tensorwise:
+        return _tensorwise(layer, name, role, operand, directions=2)
     scheme = operand.scheme + (DEQUANTIZED if _writes_dequantized(layer, name, operand) else "")
     made = Quantizer(kind, scheme, operand.transform)
     tail = _tail_launch(layer, scheme, operand.transform)
@@ -416,8 +426,23 @@ def _rowwise_and_columnwise(
     return quantizing(name, f"quantize {role} rowwise and columnwise", made, *sizes, tail=tail)
 
 
+def _tensorwise(
+    layer: Layer, name: str, role: str, operand: Operand, *, directions: int = 1
+) -> Step:
+    """A quantizer with one scale for the tensor, by Inductor: the largest, which is part of what
+    computes x, then the codes."""
+    elements, fuses = layer.elements(role), role == "x" and layer.x_fuses
+    what = f"quantize {role}" + " rowwise and columnwise" * (directions == 2)
+    bits = (HIGH + directions * packed_bits(operand.scheme)) * elements
+    step = Step(name, what, bits, launches=1 + _AMAX_LAUNCHES, by=TORCH)
+    step = replace(step, shared_by=layer.users(role))
+    return step if fuses else replace(step, bits_before=HIGH * elements)
+
+
 def transposed_bits(scheme: str) -> Fraction:
-    """Bits per element that q2::transpose writes: a scale for each row."""
+    """Bits per element that q2::transpose writes: of square blocks, a scale for each row."""
+    if get_scheme(scheme).is_tensorwise:
+        return packed_bits(scheme)
     return 4 + Fraction(8, get_scheme(scheme).width)
 
 
@@ -433,6 +458,8 @@ def _quantizer(recipe: Recipe, layer: Layer, name: str, role: str, operand: Oper
     if operand.source == "reuse" and recipe.fprop is not None:  # codes are transposed, not rounded
         return [transposing(name, f"transpose {role}", operand.scheme, elements)]
     spec = get_scheme(operand.scheme)
+    if spec.is_tensorwise:
+        return [_tensorwise(layer, name, role, operand)]
     if spec.block[0] != 1:
         return [_square_blocks(layer, name, role, operand, elements)]
     if name == "fprop" and role == "x" and layer.x_fuses and _fuses(recipe, operand):
@@ -447,6 +474,11 @@ def _quantizer(recipe: Recipe, layer: Layer, name: str, role: str, operand: Oper
     if operand.source == "requantize":
         assert recipe.fprop is not None
         source = (recipe.fprop.a if role == "x" else recipe.fprop.b).scheme
+        if get_scheme(source).is_tensorwise:
+            bits = (packed_bits(source) + HIGH) * elements
+            ahead = Step(name, f"dequantize {role}", bits, by=TORCH, shared_by=users)
+            made = Quantizer("col", scheme, operand.transform)
+            return [ahead, quantizing(name, f"quantize {role}", made, elements, users, tail)]
         made = Quantizer("requantize", scheme, operand.transform, source)
         return [quantizing(name, f"requantize {role}", made, elements, users, tail)]
     made = Quantizer(kind, scheme, operand.transform)
@@ -467,7 +499,7 @@ def _square_blocks(layer: Layer, name: str, role: str, operand: Operand, element
 def _tail_launch(layer: Layer, scheme: str, transform: str = "none") -> Launch | None:
     """The last launch of a quantizer, if others may share it (cuda/quantize/grouped_launch.py)."""
     spec = get_scheme(scheme)
-    if not layer.emulated and spec.block[0] == 1:  # `passes.swizzle_scales`
+    if not layer.emulated and spec.block[0] == 1 and spec.has_block_scales:  # `passes.swizzle_scales`
         spec = get_scheme(scheme + SWIZZLED)
     return plan.tail_launch_of_scheme(spec, get_transform(transform))
 

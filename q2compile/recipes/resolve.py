@@ -147,14 +147,17 @@ def _operand_fault(recipe: Recipe, gemm: str, role: str, o: Operand) -> str:
     if o.source == "forward" and (gemm, role) != ("wgrad", "x"):
         return "but only x in wgrad can be quantized during the forward: the backward has w"
     if o.source == "reuse":
-        square = scheme.block[0] == scheme.block[1]
-        if role != "w":
+        if role == "x" and not scheme.is_tensorwise:
             return "but only w has codes whose blocks are square"
-        codes = recipe.fprop.b.scheme.removesuffix("_pow2") if recipe.fprop else None
+        saved = recipe.fprop and (recipe.fprop.b if role == "w" else recipe.fprop.a)
+        codes = saved.scheme.removesuffix("_pow2") if saved else None
         if codes not in (None, o.scheme.removesuffix("_pow2")):
-            return f"but fprop's codes of w are {codes}: only the same scheme can be re-used"
-        if not square or o.transform != "none":
-            return "but only square blocks without a rotation stay blocks when transposed"
+            return f"but fprop's codes of {role} are {codes}: only the same scheme can be re-used"
+        if not scheme.is_transposable or o.transform != "none":
+            return (
+                "but only square blocks, or one scale for the tensor, serve transposed codes, and "
+                "only without a rotation"
+            )
         return ""
     if scheme.block[0] != 1 and (gemm, role) != ("dgrad", "dy"):
         return (
