@@ -47,9 +47,7 @@ def quantize(call: QuantizerCall) -> tuple[Box, ...]:
     scale = _pointwise(x, torch.float32, [], lambda _: _pow2_of_amax(load_amax([])))
     scale.realize()
     load_scale = scale.make_loader()
-    inverse = _pointwise(
-        x, torch.float32, [], lambda _: ops.truediv(number(1.0), load_scale([]))
-    )
+    inverse = _pointwise(x, torch.float32, [], lambda _: ops.truediv(number(1.0), load_scale([])))
     inverse.realize()
     load_inverse, load = inverse.make_loader(), x.make_loader()
 
@@ -118,6 +116,7 @@ def _laid_out(
     V.current_node.meta["dislike_padding"] = True
     box = _pointwise(like, dtype, [rows, width], inner)
     box.realize()
+    box.freeze_layout()  # Inductor would otherwise lay a transposed copy out as its source
     return box
 
 

@@ -84,6 +84,7 @@ def _changed_gemm(base: Recipe, gemm: str, change: object) -> Gemm | None:
 def _finish(recipe: Recipe, global_scale: str) -> Recipe:
     """Fill in what depends on the rest, then check."""
     recipe = recipe.only(tuple(GEMMS))  # without sources that a changed fprop no longer gives
+    recipe = replace(recipe, **{name: _with_own_codes(recipe, name) for name in GEMMS})
     gemms: dict[str, Any] = {}
     for name in GEMMS:
         gemm: Gemm | None = getattr(recipe, name)
@@ -92,6 +93,18 @@ def _finish(recipe: Recipe, global_scale: str) -> Recipe:
             _check(recipe, name, gemm)
         gemms[name] = gemm
     return replace(recipe, **gemms)
+
+
+def _with_own_codes(recipe: Recipe, name: str) -> Gemm | None:
+    """A backward GEMM in FP8 over a forward in another format: it quantizes w or x itself."""
+    gemm: Gemm | None = getattr(recipe, name)
+    if gemm is None or recipe.fprop is None or gemm.b.source != "reuse":
+        return gemm
+    saved = recipe.fprop.a if name == "wgrad" else recipe.fprop.b
+    scheme = SCHEMES.get(gemm.b.scheme)
+    if scheme is None or not scheme.is_tensorwise or saved.scheme == gemm.b.scheme:
+        return gemm
+    return Gemm(gemm.a, replace(gemm.b, source="fresh"))
 
 
 def _with_scale(operand: Operand, global_scale: str) -> Operand:

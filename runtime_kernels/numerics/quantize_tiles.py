@@ -41,9 +41,9 @@ def quantize_tiles(
         shares: further factors of MS-EDEN, one for the rows of each chunk (groups.py).
 
     Returns:
-        codes uint8 [rows, Kp/2], of fp8 e4m3 [rows, Kp], or dequantized bf16 [rows, Kp]; scales [rows / rows of a block,
-        Kp / width], or none; global_scale fp32 0-dim; and for QuEST the trust mask, uint8 [rows,
-        Kp/8], one bit per element, else None.
+        codes uint8 [rows, Kp/2], of fp8 e4m3 [rows, Kp], or dequantized bf16 [rows, Kp]; scales
+        [rows / rows of a block, Kp / width], or none; global_scale fp32 0-dim; and for QuEST the
+        trust mask, uint8 [rows, Kp/8], one bit per element, else None.
     """
     if scheme.rounding == "quest":
         tiles, factor = tiles.mul_(factor), 1.0

@@ -127,6 +127,15 @@ class Scheme:
         return torch.float8_e4m3fn if self.is_tensorwise else torch.uint8
 
     @property
+    def code_max(self) -> float:
+        """The largest value of a code."""
+        return E4M3_MAX if self.is_tensorwise else E2M1_MAX
+
+    def scale_width(self, codes: torch.Tensor) -> int:
+        """Elements of a row [..., n] of codes that share one scale."""
+        return codes.shape[-1] if self.is_tensorwise else self.width
+
+    @property
     def packed(self) -> int:
         """Codes in one element of the tensor that holds them: 2 of e2m1, else 1."""
         return 2 if self.codes_dtype == torch.uint8 else 1

@@ -31,7 +31,8 @@ def checked(scheme: str) -> Scheme:
     if not spec.is_transposable:
         square = ", ".join(s.name for s in SCHEMES.values() if s.is_transposable)
         raise ValueError(
-            f"q2::transpose takes scales that serve both directions ({square}), got {scheme!r}: its blocks of "
+            f"q2::transpose takes scales that serve both directions ({square}), got {scheme!r}: "
+            "its blocks of "
             f"{spec.block[0]}x{spec.block[1]} are along one dimension; use q2::requantize."
         )
     return spec

@@ -36,9 +36,9 @@ def pair_directions_pass(graph: fx.Graph) -> int:
         b = quantize(x, columnwise, transform="rht16")     transform="rht16", rotate_rows=False)
 
     Preconditions: one op of each direction on the same tensor, with the same scheme and amax; they
-    rotate, or (fp8) share one scale for the tensor; both seeds, and the ends of the groups, stand before the first of the two ops (merge_seeds puts
-    seeds there, so it runs before this pass; padded_ends is put there by this one). The same
-    rotation and rng_offset; or else
+    rotate, or (fp8) share one scale for the tensor; both seeds, and the ends of the groups, stand
+    before the first of the two ops (merge_seeds puts seeds there, so it runs before this pass;
+    padded_ends is put there by this one). The same rotation and rng_offset; or else
       - rows are not rotated, columns are, and x does not lie in columns;
       - a kernel serves the pair: where the reference does, Inductor may have one for the rows;
       - the rng_offset becomes that of the columns, the only one that share_saved_rotations changes.
