@@ -65,8 +65,7 @@ def begin_checks(texts: Iterable[tuple[str, str, str]], device: torch.device, fu
     codes = multiplies_codes(index)
     recipes = [parse(*text) for text in dict.fromkeys(texts)]
     for of, scheme in dict.fromkeys(call for r in recipes for call in checked_calls(r, codes)):
-        if not get_scheme(scheme).is_tensorwise:  # Inductor's kernels, checked as they are lowered
-            selfcheck.begin(of, index, scheme)
+        selfcheck.begin(of, index, scheme)
     for name, scheme in dict.fromkeys(gemm for r in recipes for gemm in gemms(r, codes)):
         selfcheck.begin_gemm(GEMM, name, index, scheme, (torch.bfloat16, None, codes))
     for keywords in [call for r in recipes for call in fused_calls(r, codes)] if fuses else ():
@@ -76,7 +75,15 @@ def begin_checks(texts: Iterable[tuple[str, str, str]], device: torch.device, fu
 
 def checked_calls(recipe: Recipe, codes: bool) -> Iterator[tuple[str | Variant | Use, str]]:
     """The quantizers of a recipe as they will be called, with schemes, and further ops that will
-    run. codes: whether GEMMs read codes, with swizzled scales; else dequantized operands."""
+    run. codes: whether GEMMs read codes, with swizzled scales; else dequantized operands. Those of
+    fp8 are Inductor's kernels, which are checked as they are lowered."""
+    for of, scheme in _calls(recipe, codes):
+        if not get_scheme(scheme).is_tensorwise:
+            yield of, scheme
+
+
+def _calls(recipe: Recipe, codes: bool) -> Iterator[tuple[str | Variant | Use, str]]:
+    """The calls of a recipe in every scheme."""
     fprop = recipe.fprop
     for operand in (fprop.a, fprop.b) if fprop else ():
         spec = get_scheme(operand.scheme)

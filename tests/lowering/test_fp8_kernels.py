@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inductor kernels of scheme fp8: the reference's bits, contiguous results, and FP8 GEMMs in the code
-of a training step."""
+"""Inductor kernels of scheme fp8: the bits of the reference, contiguous results, and FP8 GEMMs in
+the code of a training step."""
 
 from __future__ import annotations
 
