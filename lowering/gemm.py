@@ -33,14 +33,45 @@ from q2compile.lowering.gemm_operands import (
     OPERANDS,
     gather_of,
     is_emulated,
+    multiplies_fp8,
     ungathered,
 )
 from q2compile.lowering.launches import launch_batched, launches_of
 from q2compile.lowering.member import OpCall
 from q2compile.lowering.state import lowering_state
+from q2compile.runtime_kernels.cuda.gemm.scaled_mm import UNIT, adds_bias
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 
 _aten = torch.ops.aten
+
+
+def scaled(call: OpCall) -> Any:
+    """q2.gemm of fp8 codes by torch's own FP8 GEMM, whose result and kernel Inductor plans; None
+    where another kernel serves it, or the op has to pad (cuda/gemm/scaled_mm.py)."""
+    a, _, a_global, b, _, b_global, bias, a_scheme, _, dtype = call.bound
+    if not get_scheme(a_scheme).is_tensorwise or not multiplies_fp8(V.current_node):
+        return None
+    known = V.graph.sizevars
+    sizes = a.get_size()[1], b.get_size()[0]
+    if not all(known.statically_known_multiple_of(size, UNIT) for size in sizes):
+        return None
+    if any(known.statically_known_equals(size, 0) for size in (*a.get_size(), *b.get_size())):
+        return None
+    inside = adds_bias(None if bias is None else bias.get_dtype(), dtype)
+    out = lowerings[_aten._scaled_mm.default](
+        a,
+        lowerings[_aten.permute.default](b, [1, 0]),
+        a_global,
+        b_global,
+        bias if inside else None,
+        None,
+        dtype if inside else torch.float32,
+        False,
+    )
+    if inside:
+        return out
+    out = lowerings[_aten.add.Tensor](out, bias)
+    return lowerings[torch.ops.prims.convert_element_type.default](out, dtype)
 
 
 def product(call: OpCall) -> Any:

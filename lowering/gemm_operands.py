@@ -11,7 +11,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
-from q2compile.runtime_kernels.registry import CUDA_BF16, serving
+from q2compile.runtime_kernels.registry import CUDA_BF16, SCALED_MM, serving
 
 GEMM = torch.ops.q2.gemm.default
 GROUPED = torch.ops.q2.grouped_gemm.default
@@ -35,6 +35,11 @@ def is_emulated(node: fx.Node) -> bool:
     args = map_arg(node.args, lambda n: n.meta["val"])
     op = "gemm" if node.target is GEMM else "grouped_gemm"
     return serving(op, args).name == CUDA_BF16
+
+
+def multiplies_fp8(node: fx.Node) -> bool:
+    """Whether torch's FP8 GEMM serves a q2.gemm."""
+    return serving("gemm", map_arg(node.args, lambda n: n.meta["val"])).name == SCALED_MM
 
 
 def is_read(output: fx.Node) -> bool:

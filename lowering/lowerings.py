@@ -16,7 +16,7 @@ from torch._inductor.lowering import register_lowering
 from torch._inductor.virtualized import V
 
 from q2compile.lowering import gathered, gemm, launches
-from q2compile.lowering.inductor_kernels import quantize
+from q2compile.lowering.inductor_kernels import fp8, quantize
 from q2compile.lowering.member import OpCall
 from q2compile.lowering.prologue import fused_launches
 from q2compile.runtime_kernels.ops.table import (
@@ -42,12 +42,12 @@ LOWERINGS: dict[str, tuple[Step, ...]] = {
         launches.launch,  # our kernel reads its operand, or the reference does
     ),
     REQUANTIZE: (launches.launch,),
-    GEMM: (gemm.product, gemm.with_alpha, launches.launch),
+    GEMM: (gemm.scaled, gemm.product, gemm.with_alpha, launches.launch),
     GROUPED_GEMM: (gemm.grouped_product, launches.launch),
     GATHER_ROWS: (gathered.gather_rows,),
     SPLIT_SCALES: (launches.launch,),
-    DEQUANTIZE: (launches.launch,),
-    TRANSPOSE: (launches.launch,),
+    DEQUANTIZE: (fp8.dequantize, launches.launch),
+    TRANSPOSE: (fp8.transpose, launches.launch),
     MASKED_UNROTATE: (launches.launch,),
     GEMM_MASKED_UNROTATE: (launches.launch,),
     PADDED_ENDS: (launches.launch,),

@@ -52,6 +52,7 @@ INDUCTOR = "inductor"  # the kernel that Inductor generates for an op; not in th
 FUSED = "fused"  # CUDA quantizers that compute their operand (prologue fusion), in generated code
 GROUPED = "grouped_launch"  # one launch for several calls, in generated code
 CUDA_BF16, TRITON_FP4, CUBLASLT_FP4 = "cuda_bf16", "triton_fp4", "cublaslt_fp4"
+SCALED_MM = "scaled_mm"  # torch's FP8 GEMM
 disable(named_in_environment(), DISABLING)
 
 

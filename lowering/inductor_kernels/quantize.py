@@ -11,7 +11,7 @@ from torch._inductor.virtualized import V
 from torch.fx.node import map_arg
 
 from q2compile.lowering import launches
-from q2compile.lowering.inductor_kernels import mxfp4, nvfp4, selfcheck, support
+from q2compile.lowering.inductor_kernels import fp8, mxfp4, nvfp4, selfcheck, support
 from q2compile.lowering.inductor_kernels.blocks import Blocks, PerBlock, largest_of_all
 from q2compile.lowering.inductor_kernels.fp32 import float_of
 from q2compile.lowering.inductor_kernels.reduction_blocks import ReducedBlocks
@@ -29,6 +29,8 @@ def inductor_kernel(asked: OpCall) -> Any:
     call = asked.quantizer
     if not _lowered(call):
         return None
+    if call.scheme.is_tensorwise:
+        return fp8.quantize(call)
     return _recorded(call) if call.recorded else _by_inductor(call)
 
 

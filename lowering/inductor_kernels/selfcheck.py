@@ -97,7 +97,7 @@ def _disagreement(device: torch.device, call: QuantizerCall) -> str | None:
         seed = torch.tensor(0x123456789ABCDEF)
         unrotated = not (call.rotated or call.columnwise)
         amax = None
-        if call.scheme.takes_amax and unrotated:
+        if call.scheme.takes_amax and (unrotated or call.scheme.is_tensorwise):
             amax = (x / 2).abs().amax().float()
 
         def function(x: torch.Tensor, seed: torch.Tensor, amax: torch.Tensor | None) -> list:

@@ -3,6 +3,7 @@
 
 import torch
 
+from q2compile.runtime_kernels.cuda.jit.limits import why_no_fp8
 from q2compile.runtime_kernels.ops.table import QuantizerCall
 
 LARGEST_CHUNK = 32  # of a rotation: two blocks of 16
@@ -14,6 +15,8 @@ def why_not_lowered(device: torch.device, call: QuantizerCall) -> str | None:
     scheme, transform = call.scheme, call.transform
     if device.type != "cuda":
         return f"on {device.type} the reference compiles faster than an Inductor kernel"
+    if scheme.is_tensorwise:
+        return _why_not_tensorwise(device, call)
     if not call.spec.is_lowered or len(call.operands) > 1 or call.grouped:
         return f"there is no Inductor kernel for {call.label}"
     if call.masked or call.dbias is not None:
@@ -34,6 +37,15 @@ def why_not_lowered(device: torch.device, call: QuantizerCall) -> str | None:
     if call.recorded and (call.rotated or call.columnwise):
         return "statistics of it are computed beside the kernel of the same call without them"
     return None
+
+
+def _why_not_tensorwise(device: torch.device, call: QuantizerCall) -> str | None:
+    """The same for a scheme whose codes have one scale, which is known before the kernel runs."""
+    if call.args["amax"] is None or call.rotated or call.grouped or call.scheme.dequantized:
+        return f"the Inductor kernel of {call.scheme.name} takes an amax, and no {call.label}"
+    if call.recorded or call.dbias is not None:
+        return f"Inductor kernels return no statistics and no dbias, unlike {call.label}"
+    return why_no_fp8(torch.cuda.get_device_capability(device))
 
 
 def beats_kernels(call: QuantizerCall) -> bool:

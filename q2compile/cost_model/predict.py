@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from q2compile.cost_model.devices import DATA_SHEETS, DEVICES, Device
-from q2compile.cost_model.steps import Layer, Step, bf16_steps, recipe_steps
+from q2compile.cost_model.step import Step
+from q2compile.cost_model.steps import Layer, bf16_steps, recipe_steps
 from q2compile.recipes.recipe import GEMMS, Recipe
 
 

@@ -34,6 +34,8 @@ _ROOM = 228 * 1024  # any value: shared memory does not change the number of lau
 def packed_bits(scheme: str) -> Fraction:
     """Bits of an element: a code and its part of a block scale."""
     spec = get_scheme(scheme)
+    if spec.is_tensorwise:
+        return Fraction(8)
     return 4 + Fraction(8, spec.block[0] * spec.block[1])
 
 

@@ -4,10 +4,10 @@
     shape [T, N, K]: y[T, N] = x[T, K] wᵀ; for E experts w is [E, N, K] and T counts all rows
 
 Sizes may be sympy expressions; FLOPs and bytes then are, too. Each GEMM and each quantizer is a
-`Step`. Its time on the GPU is the longest of three: FLOPs at the rate of the tensor cores, bytes at
-the bandwidth, instructions at the issue rate. Steps run one after another, and each launch has a
-fixed overhead. Its time on the host is that of its calls. Nothing was measured on a Blackwell. On
-an H200 everything was (`devices`), and tests compare the predictions with that.
+`Step` (step.py). Its time on the GPU is the longest of three: FLOPs at the rate of the tensor
+cores, bytes at the bandwidth, instructions at the issue rate. Steps run one after another, and each
+launch has a fixed overhead. Its time on the host is that of its calls. Nothing was measured on a
+Blackwell. On an H200 everything was (`devices`), and tests compare the predictions with that.
 
 The steps are those of the ops after the passes (`q2compile.passes`, `q2compile.lowering`):
 
@@ -18,6 +18,9 @@ The steps are those of the ops after the passes (`q2compile.passes`, `q2compile.
                alone rotated; so is an x that the forward rotates for wgrad. x and w are read as
                the codes that fprop saved, x once for all that share it
     a scale    computed after the codes: raw scales are written, then read and rounded
+    fp8        the amax of x is part of what computes it, that of w and dy a read of its own; dy is
+               read once for dgrad and wgrad; x and w are transposed as codes; a GEMM has the rate
+               of fp8 tensor cores on every GPU
     emulated   without fp4 tensor cores GEMMs are in BF16, on dequantized operands: quantizers of
                the backward write them, saved codes and those of the forward are dequantized
     experts    a grouped GEMM in FP4 is taken to be as fast as one of a single weight. What pads an
@@ -32,18 +35,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
-from q2compile.cost_model.devices import (
-    HOST_CALL,
-    HOST_DISPATCHED,
-    HOST_LAUNCH,
-    HOST_TORCH,
-    ISSUE_SHARE,
-    ISSUE_SHARE_OF_RANDOM_BITS,
-    LAUNCH_SECONDS,
-    MEMORY_SHARE,
-    TRANSPOSE_REACH,
-    Device,
-)
+from q2compile.cost_model.devices import TRANSPOSE_REACH
 from q2compile.cost_model.quantizers import (
     HIGH,
     ROWS_UNROTATED,
@@ -51,6 +43,7 @@ from q2compile.cost_model.quantizers import (
     packed_bits,
     written_bits,
 )
+from q2compile.cost_model.step import DISPATCHED, FUSED, TORCH, Step
 from q2compile.recipes.recipe import GEMMS, Gemm, Operand, Recipe
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
 from q2compile.runtime_kernels.cuda.quantize import plan
@@ -63,65 +56,8 @@ from q2compile.runtime_kernels.numerics.transforms import get_transform
 _SPLIT_SCALES_LAUNCHES = 2  # q2::split_scales: the largest, then the scales
 _INDUCTOR_SQUARE_LAUNCHES = 2  # the largest of each block, then codes
 _ALPHA = 1  # the product of two global scales, if no quantizer's last launch computes it
+_AMAX_LAUNCHES = 2  # of Inductor's reduction over a whole tensor
 _DY_PAIR = "quantize dy rowwise and columnwise"
-FUSED, CALL, TORCH, DISPATCHED = "fused", "call", "torch", "dispatched"
-
-
-@dataclass(frozen=True)
-class Step:
-    """A call: one kernel, or a few that belong to one op.
-
-    bits         moved bits, at the share ``reach`` of the bandwidth that others reach
-    bits_before  moved by a launch of its own ahead of the others
-    flops        at the rate of ``kind``
-    elements     that ``quantizer`` works on
-    shared_by    how many matmuls share the result
-    tail         the last of the launches, if other steps may share it
-    by           who launches, for the time of the host: FUSED into another kernel (with launches
-                 behind it), a CALL of ours in generated code, TORCH, or an op that is DISPATCHED
-    """
-
-    gemm: str
-    what: str
-    bits: Any
-    flops: Any = 0
-    kind: str = "bf16"
-    quantizer: Quantizer | None = None
-    elements: Any = 0
-    bits_before: Any = 0
-    launches: int = 1
-    by: str = CALL
-    shared_by: int = 1
-    tail: Launch | None = None
-    reach: float = 1.0
-
-    def seconds(self, device: Device) -> float:
-        """Seconds of the GPU."""
-        bandwidth = 8 * device.bandwidth * MEMORY_SHARE
-        times = [
-            self.flops / device.gemms[self.kind].reached,
-            self.bits / (bandwidth * self.reach),
-        ]
-        if self.quantizer is not None:
-            draws = self.quantizer.spec.rounding == "sr"
-            share = ISSUE_SHARE_OF_RANDOM_BITS if draws else ISSUE_SHARE
-            issued = self.elements * self.quantizer.instructions(device.architecture)
-            times.append(issued / (device.issue * share))
-        own = float(max(times)) + float(self.bits_before / bandwidth)
-        return (own + self.launches * LAUNCH_SECONDS) / self.shared_by
-
-    @property
-    def host_seconds(self) -> float:
-        """Seconds of the host, without CUDA graphs."""
-        more = self.launches - 1
-        of_call = HOST_CALL + (self.launches - 2) * HOST_LAUNCH
-        each = {
-            FUSED: of_call if self.launches else 0.0,
-            CALL: of_call if self.launches else 0.0,
-            TORCH: self.launches * HOST_TORCH,
-            DISPATCHED: HOST_DISPATCHED + more * HOST_LAUNCH,
-        }
-        return each[self.by] / self.shared_by
 
 
 @dataclass(frozen=True)
@@ -304,6 +240,10 @@ def _product(layer: Layer, name: str, gemm: Gemm, *, masked: bool, aligned: bool
     """The GEMM, and launches ahead of it. masked: a kernel of ours reads its result. aligned: the
     last launch of a quantizer ahead of it computes alpha."""
     operands = dict(zip(GEMMS[name], (gemm.a, gemm.b), strict=True))
+    if get_scheme(gemm.a.scheme).is_tensorwise:
+        bits = sum(packed_bits(o.scheme) * layer.elements(role) for role, o in operands.items())
+        bits += HIGH * layer.elements(_RESULT[name])
+        return [Step(name, "gemm", bits, layer.flops, "fp8", by=TORCH)]
     if layer.emulated:
         has_pow2_scale = layer.grouped or all(
             get_scheme(o.scheme).has_pow2_scale for o in operands.values()
@@ -365,7 +305,10 @@ def _dequantized(layer: Layer, name: str, operands: dict[str, Operand]) -> list[
 
 def _writes_dequantized(layer: Layer, name: str, operand: Operand) -> bool:
     """Whether an operand's quantizer writes it dequantized (`passes.dequantize_operands`)."""
-    return layer.emulated and name != "fprop" and operand.source in ("fresh", "requantize")
+    packed = not get_scheme(operand.scheme).is_tensorwise
+    return (
+        layer.emulated and name != "fprop" and packed and operand.source in ("fresh", "requantize")
+    )
 
 
 def _pairs(recipe: Recipe, gemms: list[str]) -> _Pairs:
@@ -379,7 +322,9 @@ def _pairs(recipe: Recipe, gemms: list[str]) -> _Pairs:
     found: _Pairs = {}
     for role, (row, column) in operands.items():
         rotated = rows_when_paired(row.scheme, row.transform, column.scheme, column.transform)
-        if rotated is not None:
+        if row == column and get_scheme(row.scheme).is_tensorwise:
+            found[role] = "both", column
+        elif rotated is not None:
             found[role] = ("both" if rotated else ROWS_UNROTATED), column
     return found
 
@@ -409,6 +354,8 @@ def quantizing(
 def _rowwise_and_columnwise(
     layer: Layer, name: str, role: str, kind: str, operand: Operand
 ) -> Step:
+    if get_scheme(operand.scheme).is_tensorwise:
+        return _tensorwise(layer, name, role, operand, directions=2)
     scheme = operand.scheme + (DEQUANTIZED if _writes_dequantized(layer, name, operand) else "")
     made = Quantizer(kind, scheme, operand.transform)
     tail = _tail_launch(layer, scheme, operand.transform)
@@ -416,8 +363,23 @@ def _rowwise_and_columnwise(
     return quantizing(name, f"quantize {role} rowwise and columnwise", made, *sizes, tail=tail)
 
 
+def _tensorwise(
+    layer: Layer, name: str, role: str, operand: Operand, *, directions: int = 1
+) -> Step:
+    """A quantizer with one scale for the tensor, by Inductor: the largest, which is part of what
+    computes x, then the codes."""
+    elements, fuses = layer.elements(role), role == "x" and layer.x_fuses
+    what = f"quantize {role}" + " rowwise and columnwise" * (directions == 2)
+    bits = (HIGH + directions * packed_bits(operand.scheme)) * elements
+    step = Step(name, what, bits, launches=1 + _AMAX_LAUNCHES, by=TORCH)
+    step = replace(step, shared_by=layer.users(role))
+    return step if fuses else replace(step, bits_before=HIGH * elements)
+
+
 def transposed_bits(scheme: str) -> Fraction:
-    """Bits per element that q2::transpose writes: a scale for each row."""
+    """Bits per element that q2::transpose writes: of square blocks, a scale for each row."""
+    if get_scheme(scheme).is_tensorwise:
+        return packed_bits(scheme)
     return 4 + Fraction(8, get_scheme(scheme).width)
 
 
@@ -433,6 +395,8 @@ def _quantizer(recipe: Recipe, layer: Layer, name: str, role: str, operand: Oper
     if operand.source == "reuse" and recipe.fprop is not None:  # codes are transposed, not rounded
         return [transposing(name, f"transpose {role}", operand.scheme, elements)]
     spec = get_scheme(operand.scheme)
+    if spec.is_tensorwise:
+        return [_tensorwise(layer, name, role, operand)]
     if spec.block[0] != 1:
         return [_square_blocks(layer, name, role, operand, elements)]
     if name == "fprop" and role == "x" and layer.x_fuses and _fuses(recipe, operand):
@@ -447,6 +411,11 @@ def _quantizer(recipe: Recipe, layer: Layer, name: str, role: str, operand: Oper
     if operand.source == "requantize":
         assert recipe.fprop is not None
         source = (recipe.fprop.a if role == "x" else recipe.fprop.b).scheme
+        if get_scheme(source).is_tensorwise:
+            bits = (packed_bits(source) + HIGH) * elements
+            ahead = Step(name, f"dequantize {role}", bits, by=TORCH, shared_by=users)
+            made = Quantizer("col", scheme, operand.transform)
+            return [ahead, quantizing(name, f"quantize {role}", made, elements, users, tail)]
         made = Quantizer("requantize", scheme, operand.transform, source)
         return [quantizing(name, f"requantize {role}", made, elements, users, tail)]
     made = Quantizer(kind, scheme, operand.transform)
@@ -467,7 +436,9 @@ def _square_blocks(layer: Layer, name: str, role: str, operand: Operand, element
 def _tail_launch(layer: Layer, scheme: str, transform: str = "none") -> Launch | None:
     """The last launch of a quantizer, if others may share it (cuda/quantize/grouped_launch.py)."""
     spec = get_scheme(scheme)
-    if not layer.emulated and spec.block[0] == 1:  # `passes.swizzle_scales`
+    if (
+        not layer.emulated and spec.block[0] == 1 and spec.has_block_scales
+    ):  # `passes.swizzle_scales`
         spec = get_scheme(scheme + SWIZZLED)
     return plan.tail_launch_of_scheme(spec, get_transform(transform))
 

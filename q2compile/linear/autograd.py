@@ -56,7 +56,9 @@ def _quantize(
     """x [R, C] quantized along C, or columnwise along R, from the high-precision tensor. more: what
     q2::quantize takes besides."""
     scheme, own_seed = SCHEMES[operand.scheme], seed_of(operand, seed)
-    if operand.transform == "none" and not columnwise and scheme.takes_amax:
+    # An amax of blocks in columns is computed inside; one scale for the tensor has one amax.
+    amax_is_known = operand.transform == "none" and (scheme.is_tensorwise or not columnwise)
+    if amax_is_known and scheme.takes_amax:
         more["amax"] = torch.ops.q2.amax(x)
     return torch.ops.q2.quantize(
         x,
@@ -74,7 +76,13 @@ def _quantize(
 def _requantize(
     saved: SavedCodes, operand: Operand, seed: Tensor | None, **more: Any
 ) -> list[Tensor]:
-    """x or w, from saved codes, quantized columnwise. more: further arguments of q2::requantize."""
+    """x or w, from saved codes, quantized columnwise. more: the ends of groups.
+
+    8-bit codes become bf16 values first, which are exact and which a quantizer may compute as it
+    reads them."""
+    if SCHEMES[saved.scheme].is_tensorwise:
+        x = dequantized(saved)
+        return _quantize(x, operand, columnwise=True, seed=seed, rng_offset=1, **more)
     return torch.ops.q2.requantize(
         *saved.codes,
         source_scheme=saved.scheme,
@@ -85,6 +93,11 @@ def _requantize(
         rng_offset=1,
         **more,
     )
+
+
+def dequantized(saved: SavedCodes) -> Tensor:
+    """The values of x or w, exact in bf16 where the global scale is a power of two."""
+    return torch.ops.q2.dequantize(*saved.codes, saved.scheme, saved.rows, torch.bfloat16)
 
 
 class OneWeight:
@@ -106,6 +119,11 @@ class OneWeight:
     ) -> Sequence[Tensor]:
         """x or w, from saved codes, quantized columnwise."""
         return _requantize(saved, operand, seed)
+
+    def transposed(self, gemm_name: str, saved: SavedCodes) -> Sequence[Tensor]:
+        """x or w as the codes that fprop made, transposed."""
+        *codes, global_scale = saved.codes
+        return *torch.ops.q2.transpose(*codes, saved.scheme, saved.rows), global_scale
 
     def gemm(
         self,
@@ -269,10 +287,8 @@ def _backward_gemm(
     if gemm.b.source == "forward":
         return product.gemm(gemm_name, gemm, a, saved.codes(f"{gemm_name}.{name}"), None, dtype)
     if gemm.b.source == "reuse":
-        codes, scales, global_scale = (
-            saved.codes(name) if recipe.fprop else _quantize(saved[name], gemm.b, rng_offset=1)
-        )
-        b = (*torch.ops.q2.transpose(codes, scales, gemm.b.scheme, columns), global_scale)
+        codes = saved.codes(name) if recipe.fprop else _quantize(saved[name], gemm.b, rng_offset=1)
+        b = product.transposed(gemm_name, SavedCodes(codes, gemm.b.scheme, columns))
         return product.gemm(gemm_name, gemm, a, b, None, dtype)
     assert recipe.fprop is not None, "recipes.resolve makes the source 'fresh' then"
     forward = recipe.fprop.a if transpose else recipe.fprop.b

@@ -75,7 +75,15 @@ def begin_checks(texts: Iterable[tuple[str, str, str]], device: torch.device, fu
 
 def checked_calls(recipe: Recipe, codes: bool) -> Iterator[tuple[str | Variant | Use, str]]:
     """The quantizers of a recipe as they will be called, with schemes, and further ops that will
-    run. codes: whether GEMMs read codes, with swizzled scales; else dequantized operands."""
+    run. codes: whether GEMMs read codes, with swizzled scales; else dequantized operands. Those of
+    fp8 are Inductor's kernels, which are checked as they are lowered."""
+    for of, scheme in _calls(recipe, codes):
+        if not get_scheme(scheme).is_tensorwise:
+            yield of, scheme
+
+
+def _calls(recipe: Recipe, codes: bool) -> Iterator[tuple[str | Variant | Use, str]]:
+    """The calls of a recipe in every scheme."""
     fprop = recipe.fprop
     for operand in (fprop.a, fprop.b) if fprop else ():
         spec = get_scheme(operand.scheme)
@@ -97,7 +105,11 @@ def checked_calls(recipe: Recipe, codes: bool) -> Iterator[tuple[str | Variant |
             yield used(variant, operand.transform), operand.scheme
     for gemm in filter(None, (recipe.dgrad, recipe.wgrad)):
         rotated = get_transform(gemm.b.transform).size > 1
-        if gemm.b.source == "requantize":
+        saved = fprop and (fprop.a if gemm is recipe.wgrad else fprop.b)
+        if saved and gemm.b.source == "requantize" and get_scheme(saved.scheme).is_tensorwise:
+            columnwise = used(COLUMNWISE._replace(rotated=rotated), gemm.b.transform)
+            yield columnwise, _named(gemm.b, codes)  # of dequantized codes
+        elif gemm.b.source == "requantize":
             requantized = REQUANTIZED._replace(rotated=rotated)
             yield used(requantized, gemm.b.transform), _named(gemm.b, codes)
             if gemm is recipe.dgrad and fprop and rounds_by_scales(get_scheme(fprop.b.scheme)):
@@ -124,6 +136,8 @@ def gemms(recipe: Recipe, codes: bool) -> Iterator[tuple[str, str]]:
     """The kernels of its GEMMs, with a scheme of the format that they multiply."""
     for gemm in filter(None, (recipe.fprop, recipe.dgrad, recipe.wgrad)):
         spec = get_scheme(gemm.a.scheme)
+        if spec.is_tensorwise:
+            continue
         mxfp4 = spec.format == "mxfp4"
         name = CUDA_BF16 if not codes else TRITON_FP4 if mxfp4 else CUBLASLT_FP4
         yield name, OF_FORMAT[spec.format]
@@ -150,7 +164,7 @@ def fused_calls(recipe: Recipe, codes: bool) -> Iterator[dict[str, Any]]:
     """Quantizers that may compute a gradient instead of reading it, by their keywords: an ellipsis
     is a tensor."""
     for variant, operand in _of_gradients(recipe):
-        if variant == ROWWISE:
+        if variant == ROWWISE or get_scheme(operand.scheme).is_tensorwise:
             continue
         seeds = ["rowwise_seed"] * variant.rowwise + ["columnwise_seed"] * variant.columnwise
         yield {
@@ -192,6 +206,8 @@ def _named(operand: Operand, codes: bool, saved: bool = False) -> str:
     """The scheme as passes name it for what reads the operand (`swizzle_scales`,
     `dequantize_operands`). saved: for another graph as well, as codes."""
     scheme = get_scheme(operand.scheme)
+    if scheme.is_tensorwise:
+        return scheme.name
     if codes:
         return scheme.with_form(SWIZZLED if scheme.block[0] == 1 else "").name
     dequantized = scheme.with_form(DEQUANTIZED).name

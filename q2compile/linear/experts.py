@@ -30,7 +30,14 @@ import torch
 from torch import Tensor
 
 from q2compile.linear.autocast import cast
-from q2compile.linear.autograd import InGroups, Saved, SavedCodes, backward, forward
+from q2compile.linear.autograd import (
+    InGroups,
+    Saved,
+    SavedCodes,
+    backward,
+    dequantized,
+    forward,
+)
 from q2compile.recipes.recipe import Gemm, Operand, Recipe, parse
 from q2compile.runtime_kernels.numerics.schemes import SCHEMES
 from q2compile.runtime_kernels.numerics.transforms import TRANSFORMS
@@ -62,6 +69,12 @@ class Grouped(InGroups):
             padded = self._padded(codes, operand), self._padded(scales, operand), global_scale
             saved = saved._replace(codes=padded)
         return super().requantized(gemm_name, saved, operand, seed)
+
+    def transposed(self, gemm_name: str, saved: SavedCodes) -> Sequence[Tensor]:
+        if gemm_name == "dgrad":
+            return super().transposed(gemm_name, saved)
+        # Groups apart: quantized again, with the same global scale, these values keep their codes.
+        return self.columnwise(gemm_name, dequantized(saved), Operand(saved.scheme), None, 1)
 
     def _padded(self, w: Tensor, operand: Operand) -> Tensor:
         """The saved parts of w, its N rows per expert padded to whole blocks and chunks."""

@@ -6,7 +6,16 @@ from __future__ import annotations
 from typing import Literal, TypeAlias, TypedDict
 
 RecipeName = Literal[
-    "quartet2", "quartet2_search", "nvfp4", "quartet", "mxfp4", "mxfp4_2d", "tetrajet2", "bf16"
+    "quartet2",
+    "quartet2_search",
+    "nvfp4",
+    "quartet",
+    "mxfp4",
+    "mxfp4_2d",
+    "tetrajet2",
+    "fp8",
+    "quartet2_fp8",
+    "bf16",
 ]
 """The published recipes; ``q2compile recipes`` prints them."""
 

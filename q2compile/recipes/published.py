@@ -13,6 +13,8 @@ PAPERS = {
     "mxfp4": '"Training LLMs with MXFP4", arXiv 2502.20586',
     "mxfp4_2d": "MXFP4 with 32x32 blocks for weights, arXiv 2610.00053",
     "tetrajet2": "TetraJet-v2, as Quartet II compares it",
+    "fp8": "FP8, e4m3 with a scale per tensor, arXiv 2209.05433",
+    "quartet2_fp8": "Quartet II with an FP8 forward (ours)",
     "bf16": "nothing is rewritten",
 }
 
@@ -95,6 +97,21 @@ RECIPES = {
             fprop="nvfp4 @ nvfp4",
             dgrad="rht128>nvfp4_sr @ requantize>rht128>nvfp4_sr",
             wgrad="rht128>nvfp4_sr @ requantize>rht128>nvfp4_sr",
+        ),
+        # FP8 (arXiv 2209.05433) in all three GEMMs: e4m3, round to nearest, one power-of-two scale
+        # for each tensor, which serves both directions.
+        #   y  = Q8(x) Q8(w)ᵀ
+        #   dx = Q8(dy) Q8(w)                        the same codes of w
+        #   dw = Q8(dy)ᵀ Q8(x)                       the same codes of dy and x
+        Recipe.parse("fp8", "fp8 @ fp8", "fp8 @ reuse>fp8", "fp8 @ reuse>fp8"),
+        # Ours: quartet2 with FP8 in fprop, which makes most of quartet2's error.
+        #   y  = Q8(x) Q8(w)ᵀ
+        #   dx, dw                                   as quartet2, from these codes
+        Recipe.parse(
+            "quartet2_fp8",
+            fprop="fp8 @ fp8",
+            dgrad=f"{_EDEN} @ requantize>{_EDEN}",
+            wgrad=f"{_EDEN} @ requantize>{_EDEN}",
         ),
         # The switch off: bit-identical to plain Inductor, because nothing is rewritten.
         Recipe.parse("bf16", BF16, BF16, BF16),

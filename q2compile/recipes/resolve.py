@@ -84,6 +84,7 @@ def _changed_gemm(base: Recipe, gemm: str, change: object) -> Gemm | None:
 def _finish(recipe: Recipe, global_scale: str) -> Recipe:
     """Fill in what depends on the rest, then check."""
     recipe = recipe.only(tuple(GEMMS))  # without sources that a changed fprop no longer gives
+    recipe = replace(recipe, **{name: _with_own_codes(recipe, name) for name in GEMMS})
     gemms: dict[str, Any] = {}
     for name in GEMMS:
         gemm: Gemm | None = getattr(recipe, name)
@@ -92,6 +93,18 @@ def _finish(recipe: Recipe, global_scale: str) -> Recipe:
             _check(recipe, name, gemm)
         gemms[name] = gemm
     return replace(recipe, **gemms)
+
+
+def _with_own_codes(recipe: Recipe, name: str) -> Gemm | None:
+    """A backward GEMM in FP8 over a forward in another format: it quantizes w or x itself."""
+    gemm: Gemm | None = getattr(recipe, name)
+    if gemm is None or recipe.fprop is None or gemm.b.source != "reuse":
+        return gemm
+    saved = recipe.fprop.a if name == "wgrad" else recipe.fprop.b
+    scheme = SCHEMES.get(gemm.b.scheme)
+    if scheme is None or not scheme.is_tensorwise or saved.scheme == gemm.b.scheme:
+        return gemm
+    return Gemm(gemm.a, replace(gemm.b, source="fresh"))
 
 
 def _with_scale(operand: Operand, global_scale: str) -> Operand:
@@ -147,14 +160,17 @@ def _operand_fault(recipe: Recipe, gemm: str, role: str, o: Operand) -> str:
     if o.source == "forward" and (gemm, role) != ("wgrad", "x"):
         return "but only x in wgrad can be quantized during the forward: the backward has w"
     if o.source == "reuse":
-        square = scheme.block[0] == scheme.block[1]
-        if role != "w":
+        if role == "x" and not scheme.is_tensorwise:
             return "but only w has codes whose blocks are square"
-        codes = recipe.fprop.b.scheme.removesuffix("_pow2") if recipe.fprop else None
+        saved = recipe.fprop and (recipe.fprop.b if role == "w" else recipe.fprop.a)
+        codes = saved.scheme.removesuffix("_pow2") if saved else None
         if codes not in (None, o.scheme.removesuffix("_pow2")):
-            return f"but fprop's codes of w are {codes}: only the same scheme can be re-used"
-        if not square or o.transform != "none":
-            return "but only square blocks without a rotation stay blocks when transposed"
+            return f"but fprop's codes of {role} are {codes}: only the same scheme can be re-used"
+        if not scheme.is_transposable or o.transform != "none":
+            return (
+                "but only square blocks, or one scale for the tensor, serve transposed codes, and "
+                "only without a rotation"
+            )
         return ""
     if scheme.block[0] != 1 and (gemm, role) != ("dgrad", "dy"):
         return (

@@ -39,7 +39,7 @@ from q2compile.torch_internals.ranks import process_rank
 
 LOG = logging.getLogger("q2compile")
 _MOST = 3  # names of matmuls that were left; the others are counted
-_FORMATS = {"nvfp4": "NVFP4", "mxfp4": "MXFP4"}
+_FORMATS = {"fp8": "FP8", "nvfp4": "NVFP4", "mxfp4": "MXFP4"}
 
 
 class _Stderr(logging.Handler):

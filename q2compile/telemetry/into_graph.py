@@ -41,7 +41,7 @@ from q2compile.passes.graph_queries import (
     update_outputs,
 )
 from q2compile.passes.verify import named_arguments
-from q2compile.recipes.recipe import GEMMS, Recipe
+from q2compile.recipes.recipe import GEMMS, Gemm, Recipe
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.ops.table import (
     GATHER_ROWS,
@@ -168,8 +168,8 @@ def _uses(graph: fx.Graph, kind: str, recipes: dict[int, Recipe]) -> Iterator[_U
             yield use
             if name == "fprop" and role == "x" and maker.op != "placeholder":
                 salts_of.setdefault(maker.args[0], []).append(salt)
-            if (name, role) == ("fprop", "w") and _reused(recipes[salt]):
-                yield _Use((salt, "dgrad", "w"), parts, use.scheme)
+            if name == "fprop" and (reusing := _reusing(recipes[salt], role)) is not None:
+                yield _Use((salt, reusing, role), parts, use.scheme)
     if kind == "forward":
         yield from _saved_uses(graph, recipes, salts_of)
 
@@ -202,8 +202,11 @@ def _saved_uses(
                     )
 
 
-def _reused(recipe: Recipe) -> bool:
-    return recipe.dgrad is not None and recipe.dgrad.b.source == "reuse"
+def _reusing(recipe: Recipe, role: str) -> str | None:
+    """The GEMM of the backward that multiplies fprop's codes of x or w, transposed."""
+    name = "wgrad" if role == "x" else "dgrad"
+    gemm: Gemm | None = getattr(recipe, name)
+    return name if gemm is not None and gemm.b.source == "reuse" else None
 
 
 def _salt(node: fx.Node) -> Any:

@@ -2,7 +2,7 @@
 """The quantizers as plain functions, on any device: `quantize(x, scheme)` and back.
 
     q = q2compile.quantize(x, "nvfp4_46")
-    q.codes, q.scales, q.global_scale      4-bit codes, one 8-bit scale a block, one fp32 scalar
+    q.codes, q.scales, q.global_scale      4-bit codes, one 8-bit scale per block, one fp32 scalar
     q.dequantize()                         their values, in x's shape
 
 These are the ops that a compiled model runs (`q2compile.runtime_kernels`), called eagerly.
@@ -11,9 +11,10 @@ Packing, for x seen as a matrix [M, K], quantized along K, with Kp = K rounded u
 (and whole chunks of the transform):
 
     codes         uint8 [M, Kp/2]; element k of a row is the low nibble of byte k/2 if k is even,
-                  the high one if odd; a code is sign << 3 | index into {0, .5, 1, 1.5, 2, 3, 4, 6}
+                  the high one if odd; a code is sign << 3 | index into {0, .5, 1, 1.5, 2, 3, 4, 6}.
+                  fp8: float8_e4m3fn [M, Kp]
     scales        nvfp4: float8_e4m3fn [M, Kp/16], or [ceil(M/16), Kp/16] for 16x16 blocks;
-                  mxfp4: float8_e8m0fnu [M, Kp/32]
+                  mxfp4: float8_e8m0fnu [M, Kp/32]; fp8: none
     global_scale  float32, 0-dim; value = e2m1(code) * scale * global_scale
     mask          QuEST only: uint8 [M, Kp/8], bit k % 8 of byte k/8 is 1 where element k did not
                   clip
@@ -47,7 +48,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class QuantizedTensor:
-    """A tensor in 4 bits. See the module's text for the layout of codes, scales and mask.
+    """A tensor in 4 or 8 bits. See the module's text for the layout of codes, scales and mask.
 
     scheme, transform: names in SCHEMES and TRANSFORMS.
     shape: of the tensor that was quantized.
@@ -79,7 +80,7 @@ class QuantizedTensor:
             rotate_back: undo the transform, for an estimate of the original tensor. False gives the
                 rotated matrix as a GEMM sees it: [M, Kp], padding and all.
         """
-        width = 2 * self.codes.shape[1]
+        width = SCHEMES[self.scheme].packed * self.codes.shape[1]
         values = torch.ops.q2.dequantize(
             self.codes, self.scales, self.global_scale, self.scheme, width, torch.float32
         )
@@ -105,7 +106,7 @@ def quantize(
     stream: int = 0,
     amax: Tensor | None = None,
 ) -> QuantizedTensor:
-    """Rounds a tensor to a 4-bit format. Not differentiable.
+    """Rounds a tensor to a 4-bit format or to FP8. Not differentiable.
 
     Args:
         x: float32, bfloat16 or float16, one dimension or more, any strides, any device. Leading

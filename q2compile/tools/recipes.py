@@ -21,6 +21,7 @@ _ROUNDING = {
 _GLOBAL_SCALE = {
     "exact": "global scale from amax",
     "pow2": "global scale a power of two",
+    "pow2_of_amax": "global scale a power of two from amax",
     "none": "no global scale",
 }
 _SIGNS = {"none": "no signs", "seed": "signs drawn in each step", "fixed": "one sign vector"}
@@ -55,7 +56,8 @@ def _scheme(scheme: Scheme) -> list[str]:
     elif scheme.stochastic and scheme.vmax == E2M1_MAX:
         rounding += ", may clip"
     block = "x".join(map(str, scheme.block))
-    return [scheme.name, f"blocks {block}", _GLOBAL_SCALE[scheme.global_scale], rounding]
+    blocks = "one scale" if scheme.is_tensorwise else f"blocks {block}"
+    return [scheme.name, blocks, _GLOBAL_SCALE[scheme.global_scale], rounding]
 
 
 def _transform(transform: Transform) -> list[str]:

@@ -105,7 +105,7 @@ def agreement(wanted: Sequence[Wanted], *shards: Tensor) -> tuple[Tensor]:
     found = []
     for w, shard in zip(wanted, shards, strict=True):
         rows = w.form.matrix(shard).contiguous()
-        exact = shard_codes.scheme_of(w.operand).global_scale == "exact"
+        exact = shard_codes.scheme_of(w.operand).takes_amax
         found.append(shard_codes.found_in(None if exact else w.quantized(rows), rows, w.operand))
     return (shard_codes.agreement(found),)
 

@@ -8,6 +8,7 @@ outside of its shard, but for the global scale g:
     pow2    codes and raw scales p are the block's own; g = 2^k is found from the largest p of the
             whole weight, and a block scale is e4m3(p / g)
     exact   g = amax / (vmax * cap), by the amax of the whole weight; codes and scales depend on it
+    fp8     g = 2^k, by the amax of the whole weight; codes depend on it
     none    MXFP4: g is a constant
 
 So ranks have to agree on one number, by a maximum (`agreement`), and each then quantizes its shard
@@ -21,7 +22,7 @@ A quantizer takes no g. It finds one, and finds the wanted one in rows that are 
     pow2    all elements are 1536 * g. A block of equal elements has an error of 0 under the first
             candidate scale, p = 1536 * g / 6 = 256 * g, in every scheme. The smallest 2^k with
             256 * g / 2^k <= 448 is g, since 256 / 448 > 1/2; and no p of the shard is over 448 * g.
-    exact   one element is the amax.
+    exact, fp8    one element is the amax.
 
 Under pow2 a weight with an element beyond 2^125 may get g = NaN on all ranks, because 1536 * g has
 to be finite, where the whole weight's quantizer still has a number.
@@ -122,7 +123,7 @@ def found_in(
 ) -> tuple[Tensor, Tensor | None]:
     """One rank's part of `agreement`: fp32 0-dim, and for a pow2 scheme whether any of its blocks
     has a scale, 0-dim. rows: a shard as a matrix. parts: of it quantized, for a pow2 scheme."""
-    if scheme_of(operand).global_scale == "exact":
+    if scheme_of(operand).takes_amax:
         return torch.ops.q2.amax(rows), None
     assert parts is not None
     return parts[2], (parts[1].view(torch.uint8) % shards.NAN_SCALE).bool().any()
@@ -147,14 +148,14 @@ def global_scale(agreed: Tensor) -> Tensor:
 def filling(agreed: Tensor, g: Tensor, operands: Sequence[str]) -> list[Tensor]:
     """The argument of `fill` for each of the weights."""
     exact, pow2 = agreed.view(torch.float32).unbind(), (1536.0 * g).unbind()
-    is_exact = [scheme_of(operand).global_scale == "exact" for operand in operands]
-    return [exact[i] if yes else pow2[i] for i, yes in enumerate(is_exact)]
+    takes_amax = [scheme_of(operand).takes_amax for operand in operands]
+    return [exact[i] if yes else pow2[i] for i, yes in enumerate(takes_amax)]
 
 
 def fill(rows: Tensor, count: int, operand: str, value: Tensor) -> None:
     """Set the rows after the first ``count``."""
     more = rows[count:]
-    if scheme_of(operand).global_scale == "exact":
+    if scheme_of(operand).takes_amax:
         more = more[:, :1]
     more.copy_(value.expand_as(more))
 
@@ -175,7 +176,9 @@ def of_shard(parts: Sequence[Tensor], count: int, operand: str) -> list[Tensor]:
 def of_whole(received: Sequence[Tensor], layout: Layout, operand: str) -> list[Tensor]:
     """The results of `of_shard` of all shards, as codes, scales (and mask) of the whole weight."""
     scheme = scheme_of(operand)
-    dtype = torch.float8_e4m3fn if scheme.format == "nvfp4" else torch.float8_e8m0fnu
+    dtype = torch.float8_e8m0fnu if scheme.format == "mxfp4" else torch.float8_e4m3fn
     codes, scales, *mask = received
+    if not scheme.has_block_scales:
+        return [layout.joined(codes, 1).view(scheme.codes_dtype), scales.view(dtype)]
     scales = layout.joined(scales, scheme.block[0]).view(dtype)
     return [layout.joined(codes, 1), scales, *(layout.joined(m, 1) for m in mask)]

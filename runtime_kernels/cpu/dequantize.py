@@ -48,8 +48,8 @@ def dequantized(
 def _no_dequantize(codes, scales, global_scale, scheme, cols, dtype) -> str | None:
     if dtype not in kernels.TYPES:
         return f"it writes bfloat16, float16 and float32, not {dtype}"
-    if get_scheme(scheme).dequantized:
-        return "there is nothing to be done"
+    if not get_scheme(scheme).has_block_scales:
+        return "PyTorch's own operations convert codes without block scales"
     return selfcheck.rejected_of(DEQUANTIZE, scheme)
 
 
@@ -69,8 +69,8 @@ def dequantize(
 
 def _no_gemm(*args: Any) -> str | None:
     a_scheme, b_scheme = args[7:9]
-    if get_scheme(a_scheme).dequantized or get_scheme(b_scheme).dequantized:
-        return "operands that are dequantized already need nothing but torch's product"
+    if not (get_scheme(a_scheme).has_block_scales and get_scheme(b_scheme).has_block_scales):
+        return "operands without block scales need nothing but PyTorch's own product"
     return selfcheck.rejected_of(GEMM, a_scheme)
 
 

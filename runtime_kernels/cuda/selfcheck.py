@@ -60,6 +60,8 @@ def rejection(op: str, name: str, index: int, scheme: str, what: What = None) ->
     Raises:
         LaunchError: the kernel is still to be checked, and a CUDA graph is being captured.
     """
+    if get_scheme(scheme).is_tensorwise:
+        return f"it reads and writes FP4; PyTorch's own operations serve {scheme}"
     return unsupported(index) or checks.rejection(request_of(op, name, index, scheme, what))
 
 

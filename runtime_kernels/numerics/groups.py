@@ -95,11 +95,15 @@ def _shares(shift: torch.Tensor) -> torch.Tensor:
 
 
 def clear_tail(codes: torch.Tensor, padded_offs: torch.Tensor) -> torch.Tensor:
-    """In place: in codes [C, Tp/2], or dequantized [C, Tp], of the padded layout, rows of no group
-    become +0. Rotated zeros could be -0."""
+    """In place: in codes [C, Tp/2], or of fp8 or dequantized [C, Tp], of the padded layout, rows of
+    no group become +0. Rotated zeros could be -0."""
     step = 2 if codes.dtype == torch.uint8 else 1
     row = step * torch.arange(codes.shape[1], device=codes.device)
-    return codes.masked_fill_(row >= padded_offs[-1], 0)
+    stored = (
+        codes.view(torch.uint8) if codes.element_size() == 1 else codes
+    )  # few functions take fp8
+    stored.masked_fill_(row >= padded_offs[-1], 0)
+    return codes
 
 
 def _starts(ends: torch.Tensor) -> torch.Tensor:

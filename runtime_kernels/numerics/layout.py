@@ -5,7 +5,7 @@ Shape legend: M rows, K contraction, Kp = K rounded up to whole blocks (and whol
 rotation).
 
 Codes: uint8 [M, Kp/2], two a byte, the low nibble is the even index; a code is sign << 3 | index
-into {0, .5, 1, 1.5, 2, 3, 4, 6}.
+into {0, .5, 1, 1.5, 2, 3, 4, 6}. Of fp8: float8_e4m3fn [M, Kp].
 
 Tiles: the reference works on fp32 [outer, size, lanes] with a block (or chunk) along the middle
 dimension. A block's scale is then a [outer, 1, lanes] tensor that broadcasts along contiguous
@@ -35,8 +35,8 @@ def padded(contraction, scheme: Scheme, transform: Transform):
 
 def scales_shape(rows, blocks, scheme: Scheme) -> tuple:
     """The shape for `blocks` scales per row: [rows / rows of a block, blocks], or swizzled, one
-    tile per row; empty if the codes are dequantized."""
-    if scheme.dequantized:
+    tile per row; empty for a scheme without block scales."""
+    if not scheme.has_block_scales:
         return 0, 0
     if scheme.swizzled:
         return ceil_div(rows, 128) * ceil_div(blocks, 4), 512
@@ -49,10 +49,9 @@ def empty_quantized(
     """Uninitialized (codes, scales, global_scale) of a quantized [rows, contraction] on x's device:
     what the fakes return."""
     width = padded(contraction, scheme, transform)
-    scale_dtype = torch.float8_e4m3fn if scheme.format == "nvfp4" else torch.float8_e8m0fnu
-    codes = (rows, width) if scheme.dequantized else (rows, width // 2)
+    scale_dtype = torch.float8_e8m0fnu if scheme.format == "mxfp4" else torch.float8_e4m3fn
     return (
-        x.new_empty(codes, dtype=torch.bfloat16 if scheme.dequantized else torch.uint8),
+        x.new_empty((rows, width // scheme.packed), dtype=scheme.codes_dtype),
         x.new_empty(scales_shape(rows, width // scheme.width, scheme), dtype=scale_dtype),
         x.new_empty((), dtype=torch.float32),
     )

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From fp32 tiles to a quantized operand, in either format; shared by the references of the ops."""
+"""From fp32 tiles to a quantized operand, in any format; shared by the references of the ops."""
 
 import torch
 
-from q2compile.runtime_kernels.numerics import mxfp4, nvfp4
+from q2compile.runtime_kernels.numerics import fp8, mxfp4, nvfp4
 from q2compile.runtime_kernels.numerics.blocks import Blocks, largest_of, poison
 from q2compile.runtime_kernels.numerics.formats import encode_e2m1
 from q2compile.runtime_kernels.numerics.layout import Tiling, pack, pack_bits
@@ -41,13 +41,17 @@ def quantize_tiles(
         shares: further factors of MS-EDEN, one for the rows of each chunk (groups.py).
 
     Returns:
-        codes uint8 [rows, Kp/2], or dequantized bf16 [rows, Kp]; scales [rows / rows of a block,
-        Kp / width], or none; global_scale fp32 0-dim; and for QuEST the trust mask, uint8 [rows,
-        Kp/8], one bit per element, else None.
+        codes uint8 [rows, Kp/2], of fp8 e4m3 [rows, Kp], or dequantized bf16 [rows, Kp]; scales
+        [rows / rows of a block, Kp / width], or none; global_scale fp32 0-dim; and for QuEST the
+        trust mask, uint8 [rows, Kp/8], one bit per element, else None.
     """
     if scheme.rounding == "quest":
         tiles, factor = tiles.mul_(factor), 1.0
     outer, size, lanes = tiles.shape
+    if scheme.is_tensorwise:
+        codes, global_scale = fp8.quantize(tiles * factor, amax)
+        parts = tiling.join(codes), codes.new_empty((0, 0)), global_scale
+        return *(_dequantized(*parts, scheme) if scheme.dequantized else parts), None
     shape = (outer * (size // scheme.width), scheme.width, lanes)
     blocks = Blocks(tiles.view(shape), tiling, scheme, factor, seed, rng_offset, shares)
     if scheme.takes_amax and amax is None:

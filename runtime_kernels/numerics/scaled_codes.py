@@ -11,9 +11,9 @@ from q2compile.runtime_kernels.numerics.swizzle import unswizzle_32x4x4
 
 
 def scaled_codes(codes: torch.Tensor, scales: torch.Tensor, scheme: Scheme) -> torch.Tensor:
-    """e2m1(code) * scale, exact in fp32 and in bf16: fp32 [M, Kp]. A dequantized operand is
-    returned as it is."""
-    if scheme.dequantized:
+    """code * scale, exact in fp32 and in bf16: fp32 [M, Kp], a new tensor. The codes of a scheme
+    without block scales are their values."""
+    if not scheme.has_block_scales:
         return codes.float()
     values = decode_e2m1(codes)
     rows, width = values.shape

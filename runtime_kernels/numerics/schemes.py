@@ -6,11 +6,13 @@ A quantized tensor of logical shape [M, K] has the values
     value[m, k] = e2m1(code[m, k]) * scale[block of (m, k)] * global_scale
 
 with 4-bit e2m1 codes, one 8-bit scale for each block, and one fp32 scalar. Blocks are along the
-last dimension, which the GEMM contracts. There are two formats:
+last dimension, which the GEMM contracts. There are three formats:
 
     nvfp4   blocks of 16 (or 16x16), e4m3 scales, fp32 global scale
     mxfp4   blocks of 32 (or 32x32), e8m0 (power of two) scales, global scale 1 (4/3 where codes
             shrink by 3/4)
+    fp8     8-bit e4m3 codes, no block scales, a power of two as global scale:
+            value[m, k] = e4m3(code[m, k]) * global_scale
 
 Sources:
     NVFP4           "Pretraining LLMs with NVFP4" (arXiv 2509.25149), appendix B; 16x16: section 4.3
@@ -22,11 +24,14 @@ Sources:
     rceil           "Recipes for Pre-training LLMs with MXFP8" (2506.08027), section 3.1; torchao
                     has the name; 32x32: arXiv 2610.00053
     scale search    no paper's: ours
+    fp8             "FP8 Formats for Deep Learning" (2209.05433); the power of two is ours
 """
 
 import difflib
 from dataclasses import dataclass, replace
 from functools import cache
+
+import torch
 
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
@@ -52,13 +57,15 @@ class Scheme:
     """How one operand is rounded. Instances live in SCHEMES; the ops take the name."""
 
     name: str
-    format: str  # "nvfp4" | "mxfp4"
+    format: str  # "nvfp4" | "mxfp4" | "fp8"
     rounding: str  # "rtn" | "sr" | "ms_eden" | "quest"
     block: tuple[
         int, int
-    ]  # rows and columns that share a scale: (1, 16), (16, 16), (1, 32), (32, 32)
+    ]  # rows and columns that share a scale: (1, 16), (16, 16), (1, 32), (32, 32). fp8 has no block
+    # scales; its contraction is padded to this width, which FP8 GEMMs need.
     # "exact": from the tensor's amax, known before the codes (ms_eden: from the corrected scales).
     # "pow2": a power of two found after the codes; code * scale * 2^k is then exact in bf16.
+    # "pow2_of_amax": the smallest power of two that maps the tensor's amax into the codes' range.
     # "none": mxfp4 has no second level.
     global_scale: str
     vmax: float = E2M1_MAX  # where a block's maximum lands on the e2m1 grid
@@ -95,13 +102,15 @@ class Scheme:
     def takes_amax(self) -> bool:
         """The op needs the tensor's amax. MS-EDEN does not: its global scale follows from the
         corrected block scales."""
-        return self.global_scale == "exact" and self.rounding != "ms_eden"
+        exact = self.global_scale == "exact" and self.rounding != "ms_eden"
+        return exact or self.global_scale == "pow2_of_amax"
 
     @property
     def has_pow2_scale(self) -> bool:
         """The global scale is a power of two, so that code * scale * global_scale is exact in
         bf16."""
-        return self.global_scale == "pow2" or (self.global_scale == "none" and self.shrink == 1.0)
+        power = self.global_scale in ("pow2", "pow2_of_amax")
+        return power or (self.global_scale == "none" and self.shrink == 1.0)
 
     @property
     def masked(self) -> bool:
@@ -114,6 +123,41 @@ class Scheme:
         return self.block[1]
 
     @property
+    def is_tensorwise(self) -> bool:
+        """The whole tensor shares one scale, so that its codes can be transposed and reused."""
+        return self.format == "fp8"
+
+    @property
+    def is_transposable(self) -> bool:
+        """Its scales serve rowwise and columnwise: blocks are square, or there is one scale."""
+        return self.is_tensorwise or self.block[0] == self.block[1]
+
+    @property
+    def has_block_scales(self) -> bool:
+        return not (self.is_tensorwise or self.dequantized)
+
+    @property
+    def codes_dtype(self) -> torch.dtype:
+        """Of the tensor that holds codes: packed pairs of e2m1, e4m3, or dequantized values."""
+        if self.dequantized:
+            return torch.bfloat16
+        return torch.float8_e4m3fn if self.is_tensorwise else torch.uint8
+
+    @property
+    def code_max(self) -> float:
+        """The largest value of a code."""
+        return E4M3_MAX if self.is_tensorwise else E2M1_MAX
+
+    def scale_width(self, codes: torch.Tensor) -> int:
+        """Elements of a row [..., n] of codes that share one scale."""
+        return codes.shape[-1] if self.is_tensorwise else self.width
+
+    @property
+    def packed(self) -> int:
+        """Codes in one element of the tensor that holds them: 2 of e2m1, else 1."""
+        return 2 if self.codes_dtype == torch.uint8 else 1
+
+    @property
     def form(self) -> str:
         """SWIZZLED, DEQUANTIZED or nothing: the end of the name."""
         return SWIZZLED * self.swizzled or DEQUANTIZED * self.dequantized
@@ -122,7 +166,7 @@ class Scheme:
         """The same scheme in another form, or without one.
 
         Raises:
-            ValueError: its blocks span rows, whose scales are not swizzled.
+            ValueError: SWIZZLED, but its blocks span rows, or it has no block scales.
         """
         return get_scheme(self.name.removesuffix(self.form) + form)
 
@@ -175,7 +219,9 @@ def _mxfp4() -> list[Scheme]:
     ]
 
 
-SCHEMES: dict[str, Scheme] = {s.name: s for s in [*_nvfp4(), *_mxfp4()]}
+_FP8 = Scheme("fp8", "fp8", "rtn", (1, 16), "pow2_of_amax", vmax=E4M3_MAX)
+
+SCHEMES: dict[str, Scheme] = {s.name: s for s in [*_nvfp4(), *_mxfp4(), _FP8]}
 
 
 # Suffixes of a scheme's name, for operands that only GEMMs read: the form that those read.
@@ -199,7 +245,8 @@ def get_scheme(name: str) -> Scheme:
         return SCHEMES[name]
     for suffix in (SWIZZLED, DEQUANTIZED):
         plain = SCHEMES.get(name.removesuffix(suffix)) if name.endswith(suffix) else None
-        if plain is not None and (suffix == DEQUANTIZED or plain.block[0] == 1):
+        swizzles = plain is not None and plain.block[0] == 1 and plain.has_block_scales
+        if plain is not None and (suffix == DEQUANTIZED or swizzles):
             return _as_read(plain.name, suffix)
     raise unknown_scheme(name)
 

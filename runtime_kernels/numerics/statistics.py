@@ -14,8 +14,8 @@ x̂ = e2m1(code) * scale * global_scale:
     cosine           ⟨x̂, x⟩ / (‖x̂‖ ‖x‖); 1 for a tensor of zeros
     zero             share of the elements that were not zero and are now
     saturated        share of the elements beyond the largest value of their block, 6 * scale *
-                     global_scale. Under MS-EDEN, whose scales are corrected after the rounding,
-                     the scale is the corrected one
+                     global_scale; of fp8, beyond 448 * global_scale. Under MS-EDEN, whose scales
+                     are corrected after the rounding, the scale is the corrected one
     scale_zero       share of the block scales that are 0
     scale_subnormal  share in e4m3's subnormals, below 2^-6, where a scale has fewer bits; 0 for
                      e8m0, which has none
@@ -37,7 +37,7 @@ import torch
 
 from q2compile.runtime_kernels.numerics.constants import pairs_of_bytes
 from q2compile.runtime_kernels.numerics.formats import decode_e2m1
-from q2compile.runtime_kernels.numerics.schemes import E2M1_MAX, Scheme
+from q2compile.runtime_kernels.numerics.schemes import Scheme
 from q2compile.runtime_kernels.numerics.swizzle import unswizzle_32x4x4
 
 FIELDS = (
@@ -107,6 +107,8 @@ def of_rows(
     scales = _unswizzled(codes, scales, scheme)
     if sample is None:
         return codes, scales
+    if scheme.is_tensorwise:
+        return sample.of(codes.view(torch.uint8)).view(codes.dtype), scales
     return sample.of(codes), sample.of(scales, per=scheme.block[0])
 
 
@@ -124,7 +126,7 @@ def sums(
     values: any floating dtype [..., K], before rotation.  rotation: fp64 [size, size] of 1 and -1,
     by which a chunk is multiplied to rotate it, or None.
     """
-    rows, width = codes.shape[:-1].numel(), 2 * codes.shape[-1]
+    rows, width = codes.shape[:-1].numel(), scheme.packed * codes.shape[-1]
     counted = values.shape[-1] if rotation is None else width
     found = amax.new_full((len(SUMS),), rows * counted, dtype=torch.float64)
     largest, norms, counts, _, shares = found.split([1, 3, 3, 1, 3])
@@ -144,7 +146,7 @@ def sums(
     torch.sub(rounded, x, out=error)
     torch.mul(rounded, x, out=nonzero_after)
     torch.abs(x, out=beyond)
-    beyond.view(*unit.shape[:2], scheme.width).gt_(unit * E2M1_MAX)
+    beyond.view(*unit.shape[:2], scheme.scale_width(codes)).gt_(unit * scheme.code_max)
     # A sum of squares is finite only if all its addends are. For rows that are not here, amax shows
     # what is not finite.
     torch.linalg.vector_norm(spread[:3], dim=1, out=norms)
@@ -158,7 +160,7 @@ def sums_of_codes(
 ) -> torch.Tensor:
     """The same without x: the share of zeros includes elements that were zero before, errors and
     saturation are NaN, and amax is that of x̂."""
-    rows, width = codes.shape[:-1].numel(), 2 * codes.shape[-1]
+    rows, width = codes.shape[:-1].numel(), scheme.packed * codes.shape[-1]
     found = global_scale.new_full((len(SUMS),), rows * width, dtype=torch.float64)
     scale = scales.to(torch.float64)
     rounded = found.new_empty((rows * width,))
@@ -203,6 +205,9 @@ def source_values(
 ) -> torch.Tensor:
     """Some columns (groups of 16, or all) of a quantized matrix [T, Kp], as rows: fp64 [columns,
     T], a view."""
+    if scheme.is_tensorwise:
+        values = codes if sample is None else sample.of(codes, 1).flatten(1)
+        return (values.to(torch.float64) * global_scale).t()
     scales = _unswizzled(codes, scales, scheme)
     if sample is None:
         codes, scales = codes.unflatten(1, (-1, scheme.width // 2)), scales.unsqueeze(2)
@@ -228,19 +233,28 @@ def _fill(rows: torch.Tensor, values: torch.Tensor, width: int) -> None:
 def _units(
     scale: torch.Tensor, global_scale: torch.Tensor, scheme: Scheme, rows: int
 ) -> torch.Tensor:
-    """The value of code 1: fp64 [rows, blocks, 1]."""
+    """The value of code 1: fp64 [rows, blocks, 1]; one block if the tensor has one scale."""
+    if scheme.is_tensorwise:
+        return global_scale.to(torch.float64).expand(rows, 1, 1)
     unit = (scale * global_scale).flatten(0, -2).unsqueeze(2)
     return unit if scheme.block[0] == 1 else unit.repeat_interleave(scheme.block[0], 0)[:rows]
 
 
 def _decode(codes: torch.Tensor, unit: torch.Tensor, scheme: Scheme, out: torch.Tensor) -> None:
-    """x̂ of codes [..., Kp/2], fp64 [rows * Kp]."""
-    blocks = (*unit.shape[:2], scheme.width)
-    values = decode_e2m1(codes, pairs_of_bytes(codes.device)).view(blocks)
-    torch.mul(values, unit, out=out.view(blocks))
+    """x̂ of codes [..., Kp/2], of fp8 [..., Kp]: fp64 [rows * Kp]."""
+    if scheme.is_tensorwise:
+        values = codes.to(torch.float64)
+    else:
+        values = decode_e2m1(codes, pairs_of_bytes(codes.device))
+    blocks = (*unit.shape[:2], scheme.scale_width(codes))
+    torch.mul(values.view(blocks), unit, out=out.view(blocks))
 
 
 def _shares_of_scales(scale: torch.Tensor, scheme: Scheme, out: torch.Tensor) -> None:
+    if scheme.is_tensorwise:  # there are none that could be too small or too large
+        out[:2].fill_(1.0)
+        out[2:].zero_()
+        return
     nvfp4 = scheme.format == "nvfp4"
     least, cap = (_LEAST_NORMAL, scheme.cap) if nvfp4 else (0.0, _LARGEST_E8M0)
     found = scale.new_empty((3, scale.numel()))

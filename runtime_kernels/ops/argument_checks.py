@@ -59,15 +59,15 @@ def check_quantized(
     scales: torch.Tensor,
     global_scale: torch.Tensor | None,
     *,
-    dequantized: bool = False,
+    dtype: torch.dtype = torch.uint8,
 ) -> None:
-    """A quantized operand must be uint8 codes [M, Kp/2] (dequantized: bf16 [M, Kp]), 8-bit scales
-    (2-D) and an fp32 scalar, where an op has it.
+    """A quantized operand must be codes of its scheme's dtype (uint8 [M, Kp/2]; e4m3 or bf16
+    [M, Kp]), 8-bit scales (2-D) and an fp32 scalar, where an op has it.
 
     Raises:
         ValueError: it is not.
     """
-    dtype, name = (torch.bfloat16, "bfloat16") if dequantized else (torch.uint8, "uint8")
+    name = str(dtype).removeprefix("torch.")
     if codes.dtype != dtype or codes.dim() != 2 or scales.dim() != 2:
         raise ValueError(
             f"q2::{op}: a quantized operand has {name} codes and 8-bit scales in two dimensions, "

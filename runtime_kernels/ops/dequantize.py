@@ -3,6 +3,8 @@
 
     dequantize(codes [M, Kp/2], scales, global_scale?, scheme, cols, dtype) -> [M, cols]
 
+Codes of fp8 are float8_e4m3fn [M, Kp], and their block scales are empty.
+
 Without a global scale the result is code * scale, which is exact in bf16 for every scheme.
 
 value = (e2m1(code) * scale) * global_scale in fp32, the first product exact, then one rounding to
@@ -19,8 +21,7 @@ from q2compile.runtime_kernels.registry import REFERENCE, define, kernel
 
 
 def fake(codes, scales, global_scale, scheme, cols, dtype):
-    check_quantized("dequantize", codes, scales, global_scale)
-    get_scheme(scheme)
+    check_quantized("dequantize", codes, scales, global_scale, dtype=get_scheme(scheme).codes_dtype)
     return codes.new_empty((codes.shape[0], cols), dtype=dtype)
 
 
@@ -41,8 +42,9 @@ def dequantize(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """The reference: see the top of this file."""
-    check_quantized("dequantize", codes, scales, global_scale)
-    values = scaled_codes(codes, scales, get_scheme(scheme))
+    spec = get_scheme(scheme)
+    check_quantized("dequantize", codes, scales, global_scale, dtype=spec.codes_dtype)
+    values = scaled_codes(codes, scales, spec)
     if global_scale is not None:
         values.mul_(global_scale)
     return values[:, :cols].to(dtype, memory_format=torch.contiguous_format)

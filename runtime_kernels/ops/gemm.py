@@ -35,8 +35,8 @@ def schemes_of(
         ValueError: one is unknown; an operand is no quantized matrix of its scheme.
     """
     specs = get_scheme(a_scheme), get_scheme(b_scheme)
-    check_quantized("gemm", a_codes, a_scales, a_global, dequantized=specs[0].dequantized)
-    check_quantized("gemm", b_codes, b_scales, b_global, dequantized=specs[1].dequantized)
+    check_quantized("gemm", a_codes, a_scales, a_global, dtype=specs[0].codes_dtype)
+    check_quantized("gemm", b_codes, b_scales, b_global, dtype=specs[1].codes_dtype)
     return specs
 
 
@@ -60,7 +60,7 @@ def checked(
 
 
 def _contraction(codes: torch.Tensor, spec: Scheme) -> int:
-    return codes.shape[1] * (1 if spec.dequantized else 2)
+    return codes.shape[1] * spec.packed
 
 
 def fake(a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype):

@@ -38,8 +38,8 @@ def checked(
         ValueError: one is unknown; an operand is no quantized matrix of its scheme.
     """
     specs = get_scheme(a_scheme), get_scheme(b_scheme)
-    check_quantized("grouped_gemm", a_codes, a_scales, a_global, dequantized=specs[0].dequantized)
-    check_quantized("grouped_gemm", b_codes, b_scales, b_global, dequantized=specs[1].dequantized)
+    check_quantized("grouped_gemm", a_codes, a_scales, a_global, dtype=specs[0].codes_dtype)
+    check_quantized("grouped_gemm", b_codes, b_scales, b_global, dtype=specs[1].codes_dtype)
     return specs
 
 
@@ -132,5 +132,5 @@ def _dequantized(
         return codes.to(dtype)
     if global_scale is None:
         global_scale = torch.ones((), dtype=torch.float32, device=codes.device)
-    width = 2 * codes.shape[1]
+    width = spec.packed * codes.shape[1]
     return torch.ops.q2.dequantize(codes, scales, global_scale, spec.name, width, dtype)

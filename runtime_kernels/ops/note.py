@@ -9,7 +9,7 @@
 A NaN or Inf makes the scale of its block NaN (numerics/blocks.py), which is the largest byte of its
 format. So a mark is the largest byte of the scales: one kernel that reads a byte for 16 elements.
 Operands in the form that a bf16 GEMM reads (@bf16) have no scales; there it is the largest
-magnitude.
+magnitude. Codes of fp8 have none either; there it is the largest byte of the codes without signs.
 
 ``note`` declares that it writes to its tensors, so that no compiler removes it as dead code; it
 does not write. Its function runs on the host when the graph is run or captured. All that it does
@@ -35,8 +35,9 @@ define(
 
 
 def _dtype_of_mark(codes: torch.Tensor, scales: torch.Tensor) -> torch.dtype:
-    """The bytes as integers of which NaN is the largest; e4m3 as int8, since its sign bit is
-    unused."""
+    """The bytes as integers of which NaN is the largest; e4m3 as int8, without its sign bit."""
+    if codes.dtype == torch.float8_e4m3fn:
+        return torch.int8
     if codes.is_floating_point():
         return torch.float32
     return torch.int8 if scales.dtype == torch.float8_e4m3fn else torch.uint8
@@ -46,7 +47,10 @@ def _dtype_of_mark(codes: torch.Tensor, scales: torch.Tensor) -> torch.dtype:
 def mark(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """See above."""
     dtype = _dtype_of_mark(codes, scales)
-    values = codes if dtype == torch.float32 else scales.view(dtype)
+    if codes.dtype == torch.float8_e4m3fn:
+        values = codes.view(dtype).bitwise_and(0x7F)
+    else:
+        values = codes if dtype == torch.float32 else scales.view(dtype)
     if values.numel() == 0:
         return values.new_zeros((), dtype=dtype)
     if dtype == torch.float32:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""q2::quantize: rounds a matrix to a 4-bit format, rowwise, columnwise, or both.
+"""q2::quantize: rounds a matrix to a 4-bit or 8-bit format, rowwise, columnwise, or both.
 
     quantize(x [M, K], *, scheme, transform="none", rotate_rows=True, rowwise, columnwise,
              amax=None, rowwise_seed=None, columnwise_seed=None, rng_offset=0, offs=None,
@@ -9,6 +9,7 @@ Outputs, in order:
 
     rowwise      codes uint8 [M, Kp/2], scales, global_scale fp32 0-dim
     columnwise   codes uint8 [K, Mp/2], scales, global_scale: as rowwise of x.T
+                 (fp8: codes float8_e4m3fn [M, Kp] and [K, Mp])
     mask         uint8 [M, Kp/8], little bit first: 1 where |x / scale| < 6, not clipped (QuEST)
     dbias        the sums of the columns of x, [K], rounded once (numerics/column_sums.py)
     recorded     statistics of each operand, fp64 (ops/recorded.py)
@@ -227,5 +228,6 @@ def quantized_in_groups(
         *(laid, factor, *drawn, *how),
         columnwise=True,
         shares=shares,
+        amax=call.args.get("amax"),
     )
     return clear_tail(codes, padded_offs), scales, global_scale

@@ -128,7 +128,7 @@ def _measured(
 ) -> torch.Tensor:
     """The sums of one operand."""
     codes, scales, global_scale = parts
-    sample = sample_of(codes.shape[0], 2 * codes.shape[1])
+    sample = sample_of(codes.shape[0], scheme.packed * codes.shape[1])
     rotating = None
     if rotation.size > 1:
         rotating = rotation_matrix(rotation, codes.device)
@@ -155,7 +155,7 @@ def _largest_of_codes(codes, scales, global_scale, scheme: Scheme) -> torch.Tens
 
 
 def _dequantized(codes, scales, scheme: Scheme) -> tuple:
-    return codes, scales, None, scheme.name, 2 * codes.shape[1], torch.bfloat16
+    return codes, scales, None, scheme.name, scheme.packed * codes.shape[1], torch.bfloat16
 
 
 def _in_groups(call: QuantizerCall, values: Rows) -> Rows:
@@ -191,7 +191,7 @@ define(
 def codes_alone(codes, scales, global_scale, scheme) -> torch.Tensor:
     """See above. Not for codes @bf16."""
     spec = get_scheme(scheme)
-    sample = sample_of(codes.shape[0], 2 * codes.shape[1])
+    sample = sample_of(codes.shape[0], spec.packed * codes.shape[1])
     return sums_of_codes(*of_rows(codes, scales, spec, sample), global_scale, spec)
 
 
@@ -206,7 +206,7 @@ def operand_and_codes(x, codes, scales, global_scale, scheme) -> torch.Tensor:
 def _sampled_codes_fake(codes):
     sample = sample_of(codes.shape[0], 2 * codes.shape[1], CODES_SAMPLE)
     rows = codes.shape[0] if sample is None else sample.rows
-    return codes.new_empty((rows, codes.shape[1]))
+    return codes.new_empty((rows, codes.shape[1]), dtype=torch.uint8)
 
 
 define("sampled_codes(Tensor codes) -> Tensor", fake=_sampled_codes_fake)
@@ -214,6 +214,7 @@ define("sampled_codes(Tensor codes) -> Tensor", fake=_sampled_codes_fake)
 
 @kernel("sampled_codes", REFERENCE)
 def sampled_codes(codes: torch.Tensor) -> torch.Tensor:
-    """A copy of codes uint8 [M, Kp/2]: of all rows, or of groups spread evenly."""
+    """A copy of 4-bit or 8-bit codes [M, n] as bytes: of all rows, or of groups spread evenly."""
+    stored = codes.view(torch.uint8)
     sample = sample_of(codes.shape[0], 2 * codes.shape[1], CODES_SAMPLE)
-    return codes.clone() if sample is None else sample.of(codes).flatten(0, 1)
+    return stored.clone() if sample is None else sample.of(stored).flatten(0, 1)

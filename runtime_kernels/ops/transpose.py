@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""q2::transpose: the transposed matrix, as codes and scales, for square blocks.
+"""q2::transpose: the transposed matrix, as codes and scales, for square blocks and for fp8.
 
     transpose(codes uint8 [M, Kp/2], scales [M/16, Kp/16], scheme, rows, swizzled)
         -> codes uint8 [rows, Mp/2], scales [rows/16, Mp/16]      (mxfp4: 32 for 16)
 
 rows is K without its padding; the new contraction M is padded to whole blocks. A square block
 has one scale rowwise and columnwise, so the codes only change places. That lets NVIDIA's recipe
-quantize a weight once for fprop and dgrad. Blocks of one row cannot be reused in this way.
+quantize a weight once for fprop and dgrad. Blocks of one row cannot be reused in this way. Codes
+of fp8, float8_e4m3fn [M, Kp] -> [rows, Mp], share one scale in any direction, and have no others.
 
 swizzled: each row gets its own copy of the scales, swizzled for FP4 GEMMs (numerics/swizzle.py):
 [tiles, 512]. The operand then has the scheme with blocks of one row (`of_rows`).
@@ -24,13 +25,14 @@ def checked(scheme: str) -> Scheme:
     """The scheme by name.
 
     Raises:
-        ValueError: unknown, or its blocks are not square.
+        ValueError: unknown, or its scales do not serve both directions.
     """
     spec = get_scheme(scheme)
-    if spec.block[0] != spec.block[1]:
-        square = ", ".join(s.name for s in SCHEMES.values() if s.block[0] == s.block[1])
+    if not spec.is_transposable:
+        square = ", ".join(s.name for s in SCHEMES.values() if s.is_transposable)
         raise ValueError(
-            f"q2::transpose takes square blocks ({square}), got {scheme!r}: its blocks of "
+            f"q2::transpose takes scales that serve both directions ({square}), got {scheme!r}: "
+            "its blocks of "
             f"{spec.block[0]}x{spec.block[1]} are along one dimension; use q2::requantize."
         )
     return spec
@@ -48,12 +50,12 @@ def shapes(codes, scheme: str, rows, swizzled: bool) -> tuple[tuple, tuple]:
     spec = checked(scheme)
     blocks = ceil_div(codes.shape[0], spec.width)
     transposed = get_scheme(of_rows(scheme)) if swizzled else spec
-    return (rows, blocks * spec.width // 2), scales_shape(rows, blocks, transposed)
+    return (rows, blocks * spec.width // spec.packed), scales_shape(rows, blocks, transposed)
 
 
 def fake(codes, scales, scheme, rows, swizzled=False):
     of_codes, of_scales = shapes(codes, scheme, rows, swizzled)
-    return codes.new_empty(of_codes, dtype=torch.uint8), scales.new_empty(of_scales)
+    return codes.new_empty(of_codes), scales.new_empty(of_scales)
 
 
 define(
@@ -68,7 +70,12 @@ def transpose(
     codes: torch.Tensor, scales: torch.Tensor, scheme: str, rows: int, swizzled: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The reference: see the top of this file."""
-    width = checked(scheme).width
+    spec = checked(scheme)
+    width = spec.width
+    if spec.is_tensorwise:
+        laid = codes.view(torch.uint8)[:, :rows].t()  # few functions take fp8
+        laid = torch.nn.functional.pad(laid, (0, -codes.shape[0] % width)).contiguous()
+        return laid.view(codes.dtype), scales.clone()
     transposed = unpack(codes)[:, :rows].t()
     transposed = torch.nn.functional.pad(transposed, (0, -codes.shape[0] % width))
     packed = transposed[:, 0::2] | (transposed[:, 1::2] << 4)

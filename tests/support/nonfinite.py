@@ -31,7 +31,10 @@ def spread(bad: torch.Tensor, scheme: str, transform: str) -> torch.Tensor:
     height, width = spec.block
     unit = max(width, size)
     bad = torch.nn.functional.pad(bad, (0, -columns % unit, 0, -rows % height))
-    for along in (size, width):  # a rotated chunk, then the blocks that it lies in
+    for along in (
+        size,
+        1 if spec.is_tensorwise else width,
+    ):  # a rotated chunk, then the blocks that it lies in
         bad = bad.unflatten(1, (-1, along)).any(2).repeat_interleave(along, 1)
     bad = bad.unflatten(0, (-1, height)).any(1).repeat_interleave(height, 0)
     return bad[:rows]

@@ -122,8 +122,8 @@ def _why_not(call: QuantizerCall, weight: GatheredWeight | None) -> str:
         return "it draws random bits, which depend on the position"
     if not _is_input(weight.shard):
         return "a rank's part of it is computed in the graph"
-    if scheme.global_scale == "exact" or call.args["amax"] is not None:
-        return "its global scale is exact"
+    if scheme.takes_amax or call.args["amax"] is not None:
+        return "its global scale follows from the largest element of the whole"
     columns = weight.sizes[2]
     both = (columns, columns * weight.ranks) if weight.dim == 2 else None
     dtypes = {call.x.meta["val"].dtype}

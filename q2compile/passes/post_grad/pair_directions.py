@@ -35,10 +35,10 @@ def pair_directions_pass(graph: fx.Graph) -> int:
         a = quantize(x, rowwise)                      c = quantize(x, rowwise, columnwise,
         b = quantize(x, columnwise, transform="rht16")     transform="rht16", rotate_rows=False)
 
-    Preconditions: one op of each direction on the same tensor, with the same scheme and no amax;
-    both seeds, and the ends of the groups, stand before the first of the two ops (merge_seeds puts
-    seeds there, so it runs before this pass; padded_ends is put there by this one). The same
-    rotation and rng_offset; or else
+    Preconditions: one op of each direction on the same tensor, with the same scheme and amax; they
+    rotate, or (fp8) share one scale for the tensor; both seeds, and the ends of the groups, stand
+    before the first of the two ops (merge_seeds puts seeds there, so it runs before this pass;
+    padded_ends is put there by this one). The same rotation and rng_offset; or else
       - rows are not rotated, columns are, and x does not lie in columns;
       - a kernel serves the pair: where the reference does, Inductor may have one for the rows;
       - the rng_offset becomes that of the columns, the only one that share_saved_rotations changes.
@@ -69,7 +69,7 @@ def _keys(call: QuantizerCall) -> list[tuple[Any, Any]]:
     same = call.x, call.args["scheme"], call.args["amax"]
     alike = (*same, call.args["transform"], call.args["rng_offset"])
     found: list[tuple[Any, Any]] = []
-    if call.rotated:
+    if call.rotated or call.scheme.is_tensorwise:
         found.append(((alike, call.columnwise), (alike, not call.columnwise)))
     if call.rotated == call.columnwise:
         found.append(((same, call.columnwise), (same, not call.columnwise)))
@@ -86,7 +86,7 @@ def _is_pair(first: fx.Node, second: fx.Node) -> bool:
         return False
     both = _both(first, second)
     if both.rotates_rows:
-        return isinstance(seed, fx.Node)
+        return isinstance(seed, fx.Node) or both.scheme.is_tensorwise
     of_rows, of_columns = both.x.meta["val"].stride()
     in_columns = statically_known_true(of_rows == 1) and statically_known_true(of_columns != 1)
     return not in_columns and quantizer_served_by(both) != REFERENCE

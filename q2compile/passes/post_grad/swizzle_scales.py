@@ -17,7 +17,7 @@ from q2compile.passes.graph_queries import (
     update_outputs,
 )
 from q2compile.passes.verify import named_arguments
-from q2compile.runtime_kernels.numerics.schemes import SWIZZLED
+from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, get_scheme
 from q2compile.runtime_kernels.ops.table import GEMM, TRANSPOSE, quantizer_of
 from q2compile.runtime_kernels.ops.transpose import of_rows
 from q2compile.runtime_kernels.registry import CUBLASLT_FP4, CUDA, TRITON_FP4, as_written
@@ -99,14 +99,16 @@ def _swizzled(node: fx.Node) -> tuple[dict[str, Any], str] | None:
     makes no others or can't."""
     call = quantizer_of(node)
     if call is not None:
-        if call.scheme.form or call.scheme.block[0] > 1:
+        if call.scheme.form or call.scheme.block[0] > 1 or not call.scheme.has_block_scales:
             return None
         scheme = call.scheme.with_form(SWIZZLED).name
         return dict(call.replace(scheme=scheme).args), scheme
     if not is_q2(node, TRANSPOSE):
         return None
     args = named_arguments(node)
-    return None if args["swizzled"] else ({**args, "swizzled": True}, of_rows(str(args["scheme"])))
+    if args["swizzled"] or not get_scheme(str(args["scheme"])).has_block_scales:
+        return None
+    return {**args, "swizzled": True}, of_rows(str(args["scheme"]))
 
 
 def _index(output: fx.Node) -> int:

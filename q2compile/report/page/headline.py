@@ -74,7 +74,7 @@ def _taken(weights: Sequence[Mapping[str, Any]], taken: Sequence[Mapping[str, An
 
 def _formats(taken: Iterable[Mapping[str, Any]]) -> str:
     text = " ".join(str(row[gemm]) for row in taken for gemm in ("fprop", "dgrad", "wgrad"))
-    found = [name for name in ("nvfp4", "mxfp4") if name in text]
+    found = [name for name in ("fp8", "nvfp4", "mxfp4") if name in text]
     return " and ".join(name.upper() for name in found) or "low precision"
 
 

@@ -11,7 +11,8 @@ import torch
 
 import q2compile.runtime_kernels as runtime_kernels
 from q2compile.cost_model.quantizers import HIGH, ROWS_UNROTATED, Quantizer, packed_bits
-from q2compile.cost_model.steps import Step, quantizing, transposing
+from q2compile.cost_model.step import Step
+from q2compile.cost_model.steps import quantizing, transposing
 from q2compile.runtime_kernels.cuda.calls import BufferSlot
 from q2compile.runtime_kernels.cuda.gemm.swizzle import swizzle_launch
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""q2::gemm on CUDA, by three kernels, and the grouped GEMMs. Imports jit, dequantize, selfcheck,
+"""q2::gemm on CUDA, by four kernels, and the grouped GEMMs. Imports jit, dequantize, selfcheck,
 ops, numerics, registry.
 
 cublaslt_fp4.py   codes and scales on fp4 tensor cores, by cuBLASLt (cublaslt.py): nvfp4
 triton_fp4.py     the same by tl.dot_scaled (triton_kernel.py): nvfp4, mxfp4; and
                   q2::gemm_masked_unrotate
+scaled_mm.py      codes of fp8 on fp8 tensor cores, by torch
 cuda_bf16.py      the dequantized operands in bf16, by cuBLAS, on any GPU
 grouped_bf16.py   q2::grouped_gemm as cuda_bf16.py, by torch's grouped product;  grouped_mm.py  that
 grouped_triton_fp4.py   q2::grouped_gemm as triton_fp4.py (triton_grouped_kernel.py)
@@ -19,6 +20,7 @@ which is faster (remembered.py), that one is tried first.
 from q2compile.runtime_kernels.cuda.gemm import cuda_bf16  # isort: skip
 from q2compile.runtime_kernels.cuda.gemm import triton_fp4  # isort: skip
 from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4  # isort: skip
+from q2compile.runtime_kernels.cuda.gemm import scaled_mm  # isort: skip
 from q2compile.runtime_kernels.cuda.gemm import grouped_bf16, grouped_mm, remembered  # isort: skip
 from q2compile.runtime_kernels.cuda.gemm import grouped_triton_fp4  # isort: skip
 
@@ -29,5 +31,6 @@ __all__ = [
     "grouped_mm",
     "grouped_triton_fp4",
     "remembered",
+    "scaled_mm",
     "triton_fp4",
 ]

@@ -49,8 +49,8 @@ def _unsupported_fp4(
     index = a_codes.device.index
     if (why := unserved(index)) is not None:
         return why
-    if get_scheme(a_scheme).format != "nvfp4":
-        return "cuBLASLt multiplies nvfp4, not mxfp4"
+    if (format := get_scheme(a_scheme).format) != "nvfp4":
+        return f"this kernel of cuBLASLt multiplies nvfp4, not {format}"
     wrong = two_formats(a_scheme, b_scheme) or reads_codes(a_scheme, b_scheme)
     return wrong or rejection(
         "gemm", CUBLASLT_FP4, index, a_scheme, form(bias, a_scheme, b_scheme, dtype)

@@ -108,6 +108,13 @@ def why_no_fp4(capability: Version) -> str | None:
     return f"compute capability {_dotted(capability)} is not known to have fp4 tensor cores"
 
 
+def why_no_fp8(capability: Version) -> str | None:
+    """None for GPUs with fp8 tensor cores, otherwise the reason in words."""
+    if capability >= (8, 9):
+        return None
+    return f"fp8 tensor cores begin with compute capability 8.9, this is {_dotted(capability)}"
+
+
 def why_no_dot_scaled(capability: Version, triton: Version | None) -> str | None:
     """None if Triton compiles tl.dot_scaled to fp4 tensor-core instructions, otherwise the reason
     in words."""

@@ -46,6 +46,8 @@ def not_served(
     """None if rotate_quantize.cu has this scheme, otherwise the reason in words. masked: for a call
     that writes a trust mask. rotates_rows: if not, for a transform of columns alone."""
     spec = get_scheme(scheme)
+    if spec.is_tensorwise:
+        return f"rotate_quantize.cu rounds to e2m1, scheme {scheme} to e4m3"
     if spec.dequantized and spec.masked:
         return f"dequantized.cuh writes no trust mask, which {scheme} has"
     if not rotates_rows and (spec.rounding == "ms_eden" or get_transform(transform).size == TILE):

@@ -14,15 +14,8 @@ from q2compile.capture.module_names import Names
 from q2compile.cost_model.devices import ASSUMPTIONS, DEVICES
 from q2compile.cost_model.predict import predict
 from q2compile.cost_model.quantizers import Quantizer
-from q2compile.cost_model.steps import (
-    DISPATCHED,
-    FUSED,
-    TORCH,
-    Layer,
-    Step,
-    bf16_steps,
-    recipe_steps,
-)
+from q2compile.cost_model.step import DISPATCHED, FUSED, TORCH, Step
+from q2compile.cost_model.steps import Layer, bf16_steps, recipe_steps
 from q2compile.recipes.policy import Policy
 from q2compile.recipes.resolve import resolve
 from q2compile.rewrite.decide import why_left

@@ -23,6 +23,7 @@ from q2compile.runtime_kernels.cuda import checked_cases, checks, selfcheck
 from q2compile.runtime_kernels.cuda.checked_cases import Use
 from q2compile.runtime_kernels.cuda.jit import launch, nvrtc
 from q2compile.runtime_kernels.cuda.quantize import fused, quantizers
+from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.ops.table import Variant
 from q2compile.runtime_kernels.registry import CPP, CUDA
 from tests.support.emulation.inductor import INDUCTOR_OPTIONS, emulate, serve_as_on
@@ -40,7 +41,7 @@ def asked(monkeypatch, recipe: str, capability: int) -> set[tuple[str, str]]:
     found = set()
 
     def rejection(op, name, index, scheme, what=None):
-        if name == CUDA:
+        if name == CUDA and not get_scheme(scheme).is_tensorwise:
             found.add((what if isinstance(what, Variant | Use) else op, scheme))
 
     for name, module in list(sys.modules.items()):
@@ -64,8 +65,9 @@ def test_those_are_begun_that_are_asked_for(monkeypatch, recipe, capability):
     foreseen = set(checked_calls(resolve(recipe), codes=capability == 100))
     found = asked(monkeypatch, recipe, capability)
     assert found <= foreseen
-    square = recipe in ("nvfp4", "mxfp4_2d")  # a large weight is not dequantized
-    large = {checked_cases.ROWWISE} if capability == 90 and not square else set()
+    # A large weight in square blocks, or in fp8, is not dequantized.
+    plain = recipe in ("nvfp4", "mxfp4_2d", "fp8", "quartet2_fp8")
+    large = {checked_cases.ROWWISE} if capability == 90 and not plain else set()
     if recipe in ("quartet2", "quartet2_search", "tetrajet2"):
         large |= {checked_cases.REQUANTIZED._replace(by_scales=True)}
     assert {op for op, _ in foreseen - found} == ({"split_scales"} if recipe == "nvfp4" else large)

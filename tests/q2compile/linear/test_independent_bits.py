@@ -68,4 +68,5 @@ def test_every_gemm_draws_bits_of_its_own(recipe, monkeypatch):
     assert [len(of_gemm) for of_gemm in seeds] == [1] * count, (
         "one seed: its operands share their signs"
     )
-    assert len(set.union(*seeds)) == count > 0
+    assert len(set().union(*seeds)) == count
+    assert count > 0 or recipe == "fp8"

@@ -264,7 +264,10 @@ def test_no_guard_on_divisibility():
             ),
             "give it a seed",
         ),
-        (lambda x: q2.transpose(x.byte(), x, "nvfp4", 4), "takes square blocks"),
+        (
+            lambda x: q2.transpose(x.byte(), x, "nvfp4", 4),
+            "takes scales that serve both directions",
+        ),
         (lambda x: q2.masked_unrotate(x, x, "h32"), "packed mask"),
         (lambda x: q2.masked_unrotate(x, x.byte(), "rht32"), "has no seed"),
         (lambda x: q2.masked_unrotate(x, x.byte(), "h32"), "pass the padded gradient"),

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One step of a linear layer as the cost model prices it, and its seconds on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from q2compile.cost_model.devices import (
+    HOST_CALL,
+    HOST_DISPATCHED,
+    HOST_LAUNCH,
+    HOST_TORCH,
+    ISSUE_SHARE,
+    ISSUE_SHARE_OF_RANDOM_BITS,
+    LAUNCH_SECONDS,
+    MEMORY_SHARE,
+    Device,
+)
+from q2compile.cost_model.quantizers import Quantizer
+from q2compile.runtime_kernels.cuda.jit.launch import Launch
+
+FUSED, CALL, TORCH, DISPATCHED = "fused", "call", "torch", "dispatched"
+
+
+@dataclass(frozen=True)
+class Step:
+    """A call: one kernel, or a few that belong to one op.
+
+    bits         moved bits, at the share ``reach`` of the bandwidth that others reach
+    bits_before  moved by a launch of its own ahead of the others
+    flops        at the rate of ``kind``
+    elements     that ``quantizer`` works on
+    shared_by    how many matmuls share the result
+    tail         the last of the launches, if other steps may share it
+    by           who launches, for the time of the host: FUSED into another kernel (with launches
+                 behind it), a CALL of ours in generated code, TORCH, or an op that is DISPATCHED
+    """
+
+    gemm: str
+    what: str
+    bits: Any
+    flops: Any = 0
+    kind: str = "bf16"
+    quantizer: Quantizer | None = None
+    elements: Any = 0
+    bits_before: Any = 0
+    launches: int = 1
+    by: str = CALL
+    shared_by: int = 1
+    tail: Launch | None = None
+    reach: float = 1.0
+
+    def seconds(self, device: Device) -> float:
+        """Seconds of the GPU."""
+        bandwidth = 8 * device.bandwidth * MEMORY_SHARE
+        times = [
+            self.flops / device.gemms[self.kind].reached,
+            self.bits / (bandwidth * self.reach),
+        ]
+        if self.quantizer is not None:
+            draws = self.quantizer.spec.rounding == "sr"
+            share = ISSUE_SHARE_OF_RANDOM_BITS if draws else ISSUE_SHARE
+            issued = self.elements * self.quantizer.instructions(device.architecture)
+            times.append(issued / (device.issue * share))
+        own = float(max(times)) + float(self.bits_before / bandwidth)
+        return (own + self.launches * LAUNCH_SECONDS) / self.shared_by
+
+    @property
+    def host_seconds(self) -> float:
+        """Seconds of the host, without CUDA graphs."""
+        more = self.launches - 1
+        of_call = HOST_CALL + (self.launches - 2) * HOST_LAUNCH
+        each = {
+            FUSED: of_call if self.launches else 0.0,
+            CALL: of_call if self.launches else 0.0,
+            TORCH: self.launches * HOST_TORCH,
+            DISPATCHED: HOST_DISPATCHED + more * HOST_LAUNCH,
+        }
+        return each[self.by] / self.shared_by
