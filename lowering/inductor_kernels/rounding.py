@@ -49,7 +49,7 @@ class ComparedScales(Scales, Protocol):
 
 
 class Rounding:
-    """Codes of elements and scales of blocks: to nearest, or stochastic if there are random bits.
+    """Codes of elements and scales of blocks, to nearest.
 
     Each per-block value is a buffer of its own. All end up in registers of one kernel. As nested
     expressions they took most of the compile time."""
@@ -58,12 +58,9 @@ class Rounding:
         self.blocks, self.scheme, self.scales, self.fp = blocks, scheme, scales, scales.fp
         self._code, self._reciprocal = self._candidate(scheme.vmax)
 
-    def code(self, x: Value, place: Index, random: Value | None) -> Value:
+    def code(self, x: Value, place: Index) -> Value:
         """The e2m1 code of x."""
-        if random is None:
-            return self.fp.e2m1_code(*self._nearest(x, place), x)
-        scaled = self._scaled(x, self._reciprocal(place))
-        return fp32.stochastic_e2m1_code(scaled, random, x)
+        return self.fp.e2m1_code(*self._nearest(x, place), x)
 
     def scale(self, place: Index) -> Value:
         """The scale that the block takes, as an int32."""
@@ -79,13 +76,10 @@ class Rounding:
         return code, self._reciprocal_of(code)
 
     def _reciprocal_of(self, code: PerBlock) -> PerBlock:
-        """The factor of a block's elements under a scale, including the norm."""
-
-        def reciprocal(place: Index) -> Value:
-            own = self.scales.reciprocal(code(place))
-            return own if self.blocks.norm == 1.0 else self.fp.mul(own, number(self.blocks.norm))
-
-        return self.blocks.computed_once(torch.float32, reciprocal)
+        """The factor of a block's elements under a scale."""
+        return self.blocks.computed_once(
+            torch.float32, lambda place: self.scales.reciprocal(code(place))
+        )
 
     def _rounded(self, x: Value, reciprocal: Value) -> tuple[Value, Value]:
         """|x| in units of its scale, and what that rounds to."""
