@@ -176,7 +176,7 @@ def bench(parser: argparse.ArgumentParser) -> None:
         help="stop a group after this time; default %(default).0f",
     )
     parser.add_argument(
-        "--no-remember", action="store_true", help="do not store the fastest GEMM kernels"
+        "--no-remember", action="store_true", help="without effect: nothing is stored"
     )
     parser.add_argument("--read", type=Path, metavar="FILE", help="print a report and its faults")
 

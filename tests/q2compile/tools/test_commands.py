@@ -19,7 +19,6 @@ from q2compile.cost_model.devices import DEVICES
 from q2compile.recipes.published import PAPERS, RECIPES
 from q2compile.recipes.resolve import resolve
 from q2compile.runtime_kernels.cuda import check_results
-from q2compile.runtime_kernels.cuda.gemm.remembered import SCHEMA, path_for
 from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.runtime_kernels.numerics.schemes import SCHEMES
 from q2compile.runtime_kernels.numerics.transforms import TRANSFORMS
@@ -159,8 +158,7 @@ def test_clear_cache_deletes_what_q2compile_wrote_there(monkeypatch, tmp_path, c
     monkeypatch.setenv("Q2COMPILE_CACHE_DIR", str(tmp_path))
     variant = nvrtc.Variant("signs.cu", ())
     monkeypatch.setattr(nvrtc, "version", lambda: (13, 0))
-    held = {"schema": SCHEMA, "device": "a GPU"}
-    own = [nvrtc._cache_path(variant, "sm_90a"), path_for(held)]
+    own = [nvrtc._cache_path(variant, "sm_90a"), tmp_path / f"gemm-{24 * '0'}.json"]
     monkeypatch.setattr(check_results, "named", lambda device: ("a GPU", 9, 0))
     asked = check_results.Request(("quantize", "cuda", torch.device("cuda", 0), "nvfp4"), "", ())
     check_results.store(asked, check_results.Result(None))

@@ -233,7 +233,6 @@ def library(monkeypatch):
     def put(**settings):
         made = Library(**settings)
         monkeypatch.setattr(cublaslt, "library", lambda: made)
-        monkeypatch.setattr(cublaslt, "remembered_algorithm", lambda *at: None)
         handle = ctypes.c_void_p(77), ctypes.c_void_p(88)
         monkeypatch.setattr(cublaslt, "handle", lambda index: handle)
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 99, raising=False)
@@ -281,19 +280,17 @@ def test_no_algorithm_is_an_error_that_has_another_kernel_serve(library, setting
         cublaslt.run(Product(0, 8, 16, 32, BF16, None), (None,) * 2, (None,) * 2, None, None, None)
 
 
-def test_the_algorithm_that_was_the_fastest_is_taken_where_it_is_listed(library, monkeypatch):
+def test_the_algorithm_that_is_asked_for_is_taken_where_it_is_listed(library):
     """Its attributes identify it: another product may list it elsewhere, or not at all."""
     told = library(found=3)
     product = Product(0, 130, 208, 288, BF16, None)
     first, second, third = (cublaslt.Algorithm(*[place] * 8, -1) for place in range(3))
     for wanted, taken in ((None, first), (third, third), (list(second), second), ((9,) * 9, first)):
-        monkeypatch.setattr(cublaslt, "remembered_algorithm", lambda *at, w=wanted: w)
-        assert cublaslt.plan(product).algorithm == taken
+        assert cublaslt.plan(product, wanted).algorithm == taken
         operand = torch.zeros(16), torch.zeros(16)
         cublaslt.run(product, operand, operand, torch.zeros(()), None, torch.zeros(16))
         assert told.algorithms[-1] == taken.id
     assert cublaslt.plan(product).algorithms == [first, second, third]
-    assert cublaslt.plan(product, third).algorithm == third  # asked for by name
 
 
 def test_without_cublaslt_the_reason_is_told(monkeypatch):
