@@ -59,7 +59,6 @@ _SCRIPTS = (
     "operands.js",
     "diff.js",
     "graphs.js",
-    "graph_diff.js",
     "memory.js",
     "report.js",
 )
