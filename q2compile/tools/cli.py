@@ -31,11 +31,6 @@ COMMANDS = {
         "write a checkpoint for inference from the codes of the forward",
         arguments.export,
     ),
-    "tables": (
-        "q2compile.tools.paper_tables.command",
-        "measure the papers' numeric tables",
-        arguments.tables,
-    ),
     "bench": (
         "q2compile.tools.bench.command",
         "measure and check this machine",
@@ -52,10 +47,19 @@ COMMANDS = {
         arguments.doctor,
     ),
 }
+# Commands of earlier versions, and what replaces them.
+MOVED = {
+    "tables": "the papers' tables are measured by examples/paper_tables.py of the repository: "
+    "python examples/paper_tables.py, with the same options",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit status, 2 for what can't be used, read or written."""
+    command = next(iter(sys.argv[1:] if argv is None else argv), "")
+    if command in MOVED:
+        print(f"q2compile {command}: {MOVED[command]}", file=sys.stderr)
+        return 2
     parser = argparse.ArgumentParser(
         prog="q2compile", description="Tools for the torch.compile backend 'quartet2'."
     )

@@ -203,23 +203,15 @@ def test_report_to_where_nothing_can_be_written(dump, capsys):
     assert "too long" in refused(capsys, "report", "x" * 5000)
 
 
-@pytest.mark.parametrize("device", ["cuda:99", "cuda:", "cuda:x", "cuda:-1", "meta", "tpu", ""])
-def test_tables_on_a_device_that_is_not_there(tmp_path, capsys, device):
-    said = refused(capsys, "tables", "--device", device, "--out", tmp_path)
-    assert f"--device: got {device!r}; allowed: cpu" in said
-
-
-def test_tables_into_a_folder_that_cannot_be_made(tmp_path, capsys):
-    """Said before anything is measured."""
-    (tmp_path / "file").touch()
-    assert "Not a directory" in refused(capsys, "tables", "--out", tmp_path / "file" / "x")
+def test_a_command_that_moved_says_where(capsys):
+    assert "python examples/paper_tables.py" in refused(capsys, "tables", "--full")
 
 
 # Required arguments of each command.
 NEEDED = {"report": ["folder"], "compare": ["x.py:build"], "export": ["x.py:build", "folder"]}
 
 
-@pytest.mark.parametrize("command", ["report", "tables", "doctor"])
+@pytest.mark.parametrize("command", ["report", "recipes", "doctor"])
 def test_ctrl_c_ends_a_command_without_a_traceback(monkeypatch, capsys, command, ctrl_c):
     def interrupted(options):
         signal.raise_signal(signal.SIGINT)
