@@ -21,6 +21,7 @@ from q2compile.runtime_kernels.registry import REFERENCE, select
 from q2compile.tools import cli, kernel_rows
 from tests.support import quantizer_calls as made
 from tests.support.emulation.random_bits import close_to_their_random_bits
+from tests.support.pairwise import pairwise
 
 assert runtime_kernels  # importing it registers the ops
 q2 = torch.ops.q2
@@ -273,8 +274,9 @@ def test_masked_unrotate(shape, dtype) -> None:
     assert_same_bits(*run_both("masked_unrotate", shifted, mask, "h32"))
 
 
-@pytest.mark.parametrize("scheme", sorted(SCHEMES))
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    "scheme, dtype", pairwise(sorted(SCHEMES), [torch.bfloat16, torch.float16, torch.float32])
+)
 def test_dequantize(scheme, dtype) -> None:
     spec = get_scheme(scheme)
     x = matrix((200, 264), torch.bfloat16)

@@ -26,6 +26,7 @@ from q2compile.runtime_kernels.cuda.jit.launch import LaunchError
 from q2compile.runtime_kernels.numerics.scaled_codes import scaled_codes
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED, get_scheme
 from q2compile.runtime_kernels.registry import KernelWarning, select, serving
+from tests.support.pairwise import pairwise
 from tests.support.pretended_gpu import on_gpu
 from tests.support.swizzled_operands import dequantized, swizzled
 
@@ -85,10 +86,16 @@ def arguments(m, n, k, bias=None, dtype=BF16, schemes=(SCHEME, SCHEME)):
     return (*packed, bias, *schemes, dtype)
 
 
-@pytest.mark.parametrize("m, n, k", [(128, 128, 256), (1, 200, 80), (33, 5, 48), (130, 264, 288)])
-@pytest.mark.parametrize("dtype, bias", [(BF16, None), (BF16, BF16), (FP16, FP16), (FP32, None)])
-@pytest.mark.parametrize("scheme", [SCHEME, "nvfp4_46", "nvfp4_16x16", SCHEME + SWIZZLED])
-def test_products_are_the_references(products, m, n, k, dtype, bias, scheme):
+SIZES = [(128, 128, 256), (1, 200, 80), (33, 5, 48), (130, 264, 288)]
+RESULTS = [(BF16, None), (BF16, BF16), (FP16, FP16), (FP32, None)]  # dtype, that of a bias
+
+
+@pytest.mark.parametrize(
+    "sizes, result, scheme",
+    pairwise(SIZES, RESULTS, [SCHEME, "nvfp4_46", "nvfp4_16x16", SCHEME + SWIZZLED]),
+)
+def test_products_are_the_references(products, sizes, result, scheme):
+    (m, n, k), (dtype, bias) = sizes, result
     schemes = (SCHEME + SWIZZLED if scheme.endswith(SWIZZLED) else SCHEME, scheme)
     args = arguments(m, n, k, None if bias is None else torch.randn(n).to(bias), dtype, schemes)
     got, want = cublaslt_fp4.gemm_fp4(*args), torch.ops.q2.gemm(*args)
@@ -388,10 +395,10 @@ FORMATS = {"nvfp4": "nvfp4_46_pow2", "mxfp4": "mxfp4_rtn"}
 CAPABILITIES = [(10, 0), (10, 3), (12, 0), (12, 1), (9, 0), (8, 9), (10, 1), (11, 0), (13, 0)]
 
 
-@pytest.mark.parametrize("triton", [None, (3, 6), (3, 8)])
-@pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("format_", FORMATS)
-@pytest.mark.parametrize("op", ["gemm", "grouped_gemm"])
+@pytest.mark.parametrize(
+    "capability, triton, format_, op",
+    pairwise(CAPABILITIES, [None, (3, 6), (3, 8)], FORMATS, ["gemm", "grouped_gemm"]),
+)
 def test_order(gpu, monkeypatch, capability, triton, format_, op):
     """mxfp4 and groups never use cuBLASLt. Unknown GPUs get bf16, never the reference. Triton's
     kernel is used where tl.dot_scaled multiplies codes."""

@@ -32,6 +32,7 @@ from tests.support import quantizer_calls as calls
 from tests.support.emulation.inductor import lower_on_cpu
 from tests.support.emulation.on_cpu import assert_same_bits, launches_on_cpu, pretend_device
 from tests.support.machine_code import HOT, OTHERS
+from tests.support.pairwise import pairwise
 from tests.support.ptx.floats import flushed
 from tests.support.ptx.instructions import TABLE
 
@@ -77,8 +78,7 @@ def dequantized(parts, scheme: str) -> torch.Tensor:
 # The reference --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme, dtype", pairwise(SCHEMES, DTYPES))
 def test_the_reference_loses_no_more_than_it_must(scheme, dtype) -> None:
     """No NaN, no Inf, and no block has a larger error than one of normal size, except 8 * 2^-126
     and the value of e4m3's smallest scale.
