@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from contextlib import redirect_stdout
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from torch import nn
 
 from q2compile import explain
 from q2compile.cost_model.devices import DEVICES
-from q2compile.recipes.published import PAPERS, RECIPES
+from q2compile.recipes.published import RECIPES
 from q2compile.recipes.resolve import resolve
 from q2compile.runtime_kernels.cuda import check_results
 from q2compile.runtime_kernels.cuda.jit import nvrtc
@@ -144,14 +143,6 @@ def test_recipes_lists_every_name(capsys):
     assert all(f"  fprop  {resolve(name).texts()[0]}\n" in printed for name in RECIPES)
     assert cli.main(["recipes", "--global-scale", "exact"]) == 0
     assert "  fprop  nvfp4_46 @ nvfp4_46\n" in capsys.readouterr().out
-
-
-def test_papers_of_recipes_are_those_of_the_readme():
-    readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
-    listed = re.findall(r"^\| `(\w+)` \| (.*?) \|", readme, re.MULTILINE)
-    assert [name for name, _ in listed] == list(RECIPES) == list(PAPERS)
-    for name, paper in listed:
-        assert name == "bf16" or paper.strip() == PAPERS[name]
 
 
 def test_clear_cache_deletes_what_q2compile_wrote_there(monkeypatch, tmp_path, capsys):
