@@ -34,7 +34,7 @@ INTERNALS := $(addprefix tests/q2compile/,capture rewrite passes compiler recipe
 
 # What a change most likely breaks: recipes, numerics, schemas, capture, rewrite, passes, the goldens of
 # graphs and launches, the rules of the house. No file of it compiles many graphs.
-QUICK := $(addprefix tests/,test_house.py q2compile/test_config.py \
+QUICK := $(addprefix tests/,test_house.py test_names.py q2compile/test_config.py \
     q2compile/cost_model/test_predictions.py q2compile/recipes q2compile/rewrite \
     q2compile/passes/test_passes.py q2compile/capture/test_spellings.py \
     q2compile/compiler/test_blackwell_code.py q2compile/compiler/test_kernel_counts.py \

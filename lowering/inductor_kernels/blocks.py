@@ -32,7 +32,7 @@ Kind = Literal["max", "sum"]
 NIBBLES = 8  # of an int32
 
 
-class Blocks:
+class ReducedBlocks:
     """A matrix x [M, K] in blocks of height rows and width columns; elements outside of it are 0.
 
     A block is at (row // height, column // width) of a grid [ceil(M/height), ceil(K/width)].

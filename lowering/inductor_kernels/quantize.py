@@ -12,7 +12,7 @@ from torch.fx.node import map_arg
 
 from q2compile.lowering import launches
 from q2compile.lowering.inductor_kernels import mxfp4, nvfp4, selfcheck, support
-from q2compile.lowering.inductor_kernels.blocks import Blocks
+from q2compile.lowering.inductor_kernels.blocks import ReducedBlocks
 from q2compile.lowering.inductor_kernels.rounding import Quantized
 from q2compile.lowering.member import OpCall
 from q2compile.runtime_kernels.ops.table import QUANTIZE, QuantizerCall, quantizer_of
@@ -52,7 +52,7 @@ def _apart(x: ir.TensorBox) -> ir.TensorBox:
 
 def _by_inductor(call: QuantizerCall) -> Quantized:
     scheme, amax = call.scheme, call.args["amax"]
-    blocks = Blocks(call.x, scheme.block)
+    blocks = ReducedBlocks(call.x, scheme.block)
     if scheme.format == "mxfp4":
         return mxfp4.quantize(blocks, scheme)
     if amax is not None:

@@ -14,7 +14,7 @@ from torch._inductor import ir
 from torch._inductor.virtualized import ops
 
 from q2compile.lowering.inductor_kernels import fp32
-from q2compile.lowering.inductor_kernels.blocks import Blocks, Index, PerBlock
+from q2compile.lowering.inductor_kernels.blocks import Index, PerBlock, ReducedBlocks
 from q2compile.lowering.inductor_kernels.fp32 import Fp32, Value, integer, number
 from q2compile.runtime_kernels.numerics.schemes import E2M1_MAX, Scheme
 
@@ -54,7 +54,7 @@ class Rounding:
     Each per-block value is a buffer of its own. All end up in registers of one kernel. As nested
     expressions they took most of the compile time."""
 
-    def __init__(self, blocks: Blocks, scheme: Scheme, scales: Scales) -> None:
+    def __init__(self, blocks: ReducedBlocks, scheme: Scheme, scales: Scales) -> None:
         self.blocks, self.scheme, self.scales, self.fp = blocks, scheme, scales, scales.fp
         self._code, self._reciprocal = self._candidate(scheme.vmax)
 
@@ -115,7 +115,7 @@ class _Compared(Rounding):
 class FourOverSix(_Compared):
     """To nearest, by the one of two scales with the smaller error: `nvfp4._four_over_six`."""
 
-    def __init__(self, blocks: Blocks, scheme: Scheme, scales: ComparedScales) -> None:
+    def __init__(self, blocks: ReducedBlocks, scheme: Scheme, scales: ComparedScales) -> None:
         super().__init__(blocks, scheme, scales)
         self._second_code, self._second_reciprocal = self._candidate(scheme.vmax / 1.5)
         errors = [self._errors(r) for r in (self._reciprocal, self._second_reciprocal)]
@@ -146,7 +146,7 @@ class ScaleSearch(_Compared):
     """To nearest, by the scale with the smallest error among `scheme.steps`:
     `nvfp4._scale_search`."""
 
-    def __init__(self, blocks: Blocks, scheme: Scheme, scales: ComparedScales) -> None:
+    def __init__(self, blocks: ReducedBlocks, scheme: Scheme, scales: ComparedScales) -> None:
         super().__init__(blocks, scheme, scales)
         first = self._code
         candidates = [
