@@ -83,31 +83,6 @@ def _models() -> dict[str, Callable[[], Any]]:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return checkpoint(super().forward, x, use_reentrant=False)
 
-    class Rotary(nn.Module):
-        """Rotary embeddings, a squared ReLU, and a linear whose gradient is a constant 0."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.q, self.k, self.v, self.up, self.unused = (
-                nn.Linear(64, 64, bias=False) for _ in range(5)
-            )
-            self.down = nn.Linear(64, 64)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            angles = torch.arange(x.shape[1])[:, None] * 0.5 ** torch.arange(8.0)
-            angles = torch.cat([angles, angles], -1)
-            heads = (p(x).unflatten(-1, (4, 16)).transpose(1, 2) for p in (self.q, self.k, self.v))
-            q, k, v = heads
-            q, k = (
-                (t * angles.cos() + torch.cat([-t[..., 8:], t[..., :8]], -1) * angles.sin()).to(
-                    x.dtype
-                )
-                for t in (q, k)
-            )
-            x = x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)
-            x = x + self.down(F.relu(self.up(x)).square())
-            return x + 0 * self.unused(x).sum()
-
     class Experts(nn.Module):
         """Four experts of a batched product, and spellings other than F.linear."""
 
@@ -150,9 +125,42 @@ def _models() -> dict[str, Callable[[], Any]]:
         "block": Block,
         "checkpointed": Checkpointed,
         "experts": Experts,
-        "rotary": Rotary,
+        "rotary": _rotary,
         "tensor_parallel": TensorParallel,
     }
+
+
+def _rotary() -> Any:
+    import torch
+    import torch.nn.functional as F
+    from torch import nn
+
+    class Rotary(nn.Module):
+        """Rotary embeddings, a squared ReLU, and a linear whose gradient is a constant 0."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v, self.up, self.unused = (
+                nn.Linear(64, 64, bias=False) for _ in range(5)
+            )
+            self.down = nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            angles = torch.arange(x.shape[1])[:, None] * 0.5 ** torch.arange(8.0)
+            angles = torch.cat([angles, angles], -1)
+            heads = (p(x).unflatten(-1, (4, 16)).transpose(1, 2) for p in (self.q, self.k, self.v))
+            q, k, v = heads
+            q, k = (
+                (t * angles.cos() + torch.cat([-t[..., 8:], t[..., :8]], -1) * angles.sin()).to(
+                    x.dtype
+                )
+                for t in (q, k)
+            )
+            x = x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)
+            x = x + self.down(F.relu(self.up(x)).square())
+            return x + 0 * self.unused(x).sum()
+
+    return Rotary()
 
 
 class Case(NamedTuple):
