@@ -25,6 +25,5 @@ def register() -> None:
     from q2compile.lowering.prologue import (
         concatenated,  # noqa: F401
     )
-    from q2compile.torch_internals import inductor_repeats  # noqa: F401
 
     lowerings.register()

@@ -3,11 +3,7 @@
 
 `define` makes an op: schema, fake, and a body that dispatches on the device of its first tensor.
 `kernel` registers an implementation. A call runs the first kernel that serves the device and the
-arguments, in this order:
-
-1. the kernel that `prefer` names for such a call
-2. the others, newest registration first
-3. the torch reference, which serves every call
+arguments: the newest registration first, and at last the torch reference, which serves every call.
 
 `select` returns one implementation by name, and never another in its place.
 
@@ -102,7 +98,6 @@ class Kernel:
 
 KERNELS: dict[str, list[Kernel]] = {}  # op -> its kernels, in the order in which they are tried
 _FAILURES: dict[Hashable, Reason] = {}  # kind of call -> why the kernel was rejected for it
-_PREFERRED: dict[str, Callable[[Sequence], str | None]] = {}
 _REASONS: list[Callable[[], list[str]]] = []
 _EMULATED: list[Callable[[], list[str]]] = []
 _REFERENCES: dict[str, str] = {}  # op -> why its reference serves a GPU
@@ -190,7 +185,7 @@ def _run(candidates: Sequence[Kernel], args: tuple):
     When none can, what the first one raised: the fault is the caller's then, or the device's.
     """
     device_type = device_of(args).type
-    for kernel in _in_order(candidates, args):
+    for kernel in candidates:
         if kernel.device_type in (None, device_type) and kernel.unavailable(args) is None:
             if kernel.name == REFERENCE and device_type == "cuda":
                 _say_why_reference(candidates, args)
@@ -227,26 +222,13 @@ def _is_recorded(op: str, args: Sequence) -> bool:
     )
 
 
-def prefer(
-    op: str, choose: Callable[[Sequence], str | None], describe: Callable[[], list[str]]
-) -> None:
-    """Has kernels of an op tried in another order.
-
-    choose: from a call's arguments, which may be fake, to the name of the kernel to be tried first,
-        or None.
-    describe: lines for reports about the choice.
-    """
-    _PREFERRED[op] = choose
-    add_to_reports(describe)
-
-
 def add_to_reports(describe: Callable[[], list[str]]) -> None:
     """Adds the lines that a function returns to reports: how kernels are chosen on this machine."""
     _REASONS.append(describe)
 
 
 def preferences() -> list[str]:
-    """Lines on kernels that are tried in another order than usual, or are missing, with reasons."""
+    """Lines on how kernels are chosen on this machine, with reasons."""
     return [text for describe in _REASONS for text in describe()]
 
 
@@ -258,12 +240,6 @@ def emulation(describe: Callable[[], list[str]]) -> None:
 def emulated() -> list[str]:
     """Lines on what is emulated here, or runs as a reference on a GPU, with reasons."""
     return [text for describe in _EMULATED for text in describe()] + list(_REFERENCES.values())
-
-
-def _in_order(candidates: Sequence[Kernel], args: Sequence) -> Sequence[Kernel]:
-    choose = _PREFERRED.get(candidates[0].op)
-    first = choose(args) if choose else None
-    return candidates if first is None else sorted(candidates, key=lambda k: k.name != first)
 
 
 def _instead(failed: Kernel, others: Sequence[Kernel], args: tuple, error: Exception):
@@ -394,7 +370,7 @@ def kernels(op: str) -> tuple[Kernel, ...]:
 def serving(op: str, args: Sequence) -> Kernel:
     """The kernel that runs op on these arguments (tensors may be fake): the first that serves
     them."""
-    return next(k for k in _in_order(kernels(op), args) if k.why_not(*args) is None)
+    return next(k for k in kernels(op) if k.why_not(*args) is None)
 
 
 def serves(op: str, args: Sequence, names: Collection[str]) -> bool:
@@ -411,7 +387,7 @@ def serves(op: str, args: Sequence, names: Collection[str]) -> bool:
 def warm_up(op: str, args: Sequence) -> None:
     """Compiles and loads what op will launch on these arguments (tensors may be fake), so that
     nothing is left to be loaded inside a CUDA graph capture."""
-    for candidate in _in_order(kernels(op), args):
+    for candidate in kernels(op):
         if candidate.why_not(*args) is None:
             try:
                 candidate.prepare(*args)

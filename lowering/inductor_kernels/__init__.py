@@ -6,8 +6,7 @@ quantize.py       the step of the lowering
 support.py        supported calls, and which of them use this instead of a CUDA kernel
 selfcheck.py      the first use on a machine: a small graph, compared with the reference
 rounding.py       rounding rules in Inductor's `ops`; nvfp4.py, mxfp4.py those of each format
-blocks.py         a matrix in blocks: reduction_blocks.py as a reduction, register_blocks.py in the
-                  registers of a thread, for rotations and random bits
+blocks.py         a matrix in blocks
 tile_config.py    tile sizes
-fp32.py           fp32 arithmetic by its bits; philox.py random bits and signs
+fp32.py           fp32 arithmetic by its bits
 """

@@ -9,7 +9,6 @@ cache sectors for each load of a warp."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import starmap
 from typing import Any, Literal
@@ -21,66 +20,73 @@ from torch._inductor.lowering import fallback_handler, view
 from torch._inductor.virtualized import V, ops
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
-from q2compile.lowering.inductor_kernels.fp32 import (
-    Value,
-    integer,
-    is_finite,
-    magnitude_bits,
-    number,
-)
+from q2compile.lowering.inductor_kernels.fp32 import Value, integer, magnitude_bits
 from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.numerics.schemes import Scheme
 
 Index = Sequence[sympy.Expr]
 PerBlock = Callable[[Index], Value]  # (block row, block) -> a value of that block
 PerElement = Callable[[Index, Index], Value]  # ((row, block), (position,)) -> a value
-# (x, place of its block, its random bits) -> its code
-Code = Callable[[Value, Index, Value | None], Value]
+Code = Callable[[Value, Index], Value]  # (x, place of its block) -> its code
 Kind = Literal["max", "sum"]
 NIBBLES = 8  # of an int32
 
 
-class Blocks(ABC):
-    """A matrix [M, K] in blocks of height rows and width columns; elements outside of it are 0.
+class ReducedBlocks:
+    """A matrix x [M, K] in blocks of height rows and width columns; elements outside of it are 0.
 
     A block is at (row // height, column // width) of a grid [ceil(M/height), ceil(K/width)].
-
-    x: the matrix, or with transpose [K, M].  unit: K is padded to a multiple of it.
-    norm: a factor that the elements still have to be multiplied by.
     """
 
-    norm = 1.0
-
-    def __init__(
-        self, x: ir.TensorBox, block: tuple[int, int], unit: int, *, transpose: bool = False
-    ) -> None:
+    def __init__(self, x: ir.TensorBox, block: tuple[int, int]) -> None:
         self.height, self.width = block
-        self.unit = unit
         self.device = x.get_device_or_error()
-        self._order = -1 if transpose else 1
-        shape = x.get_size()[:: self._order]
+        shape = x.get_size()
         self.rows, columns = shape
-        self.grid = [
-            ceil_div(self.rows, self.height),
-            ceil_div(columns, unit) * (unit // self.width),
-        ]
+        self.grid = [ceil_div(self.rows, self.height), ceil_div(columns, self.width)]
         self._load = x.make_loader()
         known = V.graph.sizevars.statically_known_multiple_of
         self._bounds = [
             (axis, size)
-            for axis, (size, whole) in enumerate(zip(shape, (self.height, unit), strict=True))
+            for axis, (size, whole) in enumerate(zip(shape, block, strict=True))
             if not known(size, whole)
         ]
 
-    @abstractmethod
     def over_blocks(self, kind: Kind, fn: Callable[[Value, Index], Value]) -> ir.TensorBox:
         """The reduction ("max" or "sum", int32) over each block of fn(x, place of its block)."""
 
-    @abstractmethod
+        def inner(place: Index, offset: Index) -> Value:
+            *down, across = offset
+            row = place[0] * self.height + (down[0] if down else 0)
+            return fn(self.load(row, place[1] * self.width + across), place)
+
+        sizes = [self.height, self.width] if self.height > 1 else [self.width]
+        return self._reduction(kind, inner, self.grid, sizes)
+
     def pack(self, code: Code) -> ir.TensorBox:
-        """code(x, place of its block, random bits), int32 in [0, 16), packed: uint8 [M, blocks *
-        width/2]. The random bits are None where there are none.
+        """The codes, int32 in [0, 16), packed: uint8 [M, blocks * width/2].
+
+        Sums of code * 16^position in int32, one for each 8 codes: products and sums are one
+        instruction of the multiply-add pipe, where shifts would wait for the integer pipe.
         """
+        per_row = [self.rows, self.grid[1]]
+
+        def word(index: int) -> PerBlock:
+            def inner(place: Index, offset: Index) -> Value:
+                row, block = place
+                x = self.load(row, block * self.width + offset[0])
+                position = ops.index_expr(offset[0], torch.int32)
+                nibble = ops.bitwise_and(position, integer(NIBBLES - 1))
+                weight = ops.bitwise_left_shift(
+                    integer(1), ops.bitwise_left_shift(nibble, integer(2))
+                )
+                here = ops.eq(ops.bitwise_right_shift(position, integer(3)), integer(index))
+                weight = ops.where(here, weight, integer(0))
+                return ops.mul(code(x, [row // self.height, block]), weight)
+
+            return self._reduction("sum", inner, per_row, [self.width]).make_loader()
+
+        return self._joined([word(index) for index in range(self.width // NIBBLES)])
 
     def load(self, row: sympy.Expr, column: sympy.Expr) -> Value:
         """x[row, column] as fp32, 0 outside."""
@@ -93,27 +99,15 @@ class Blocks(ABC):
             inside = bound if inside is None else ops.logical_and(inside, bound)
 
         def value() -> Value:
-            return ops.to_dtype(self._load(place[:: self._order]), torch.float32)
+            return ops.to_dtype(self._load(place), torch.float32)
 
         if inside is None:
             return value()
         return ops.masked(inside, value, 0.0)
 
     def largest(self) -> ir.TensorBox:
-        """Bits of the largest |x * norm| of each block."""
-        if self.norm == 1.0:
-            return self.over_blocks("max", lambda x, _: magnitude_bits(x))
-        return self.over_blocks("max", lambda x, _: magnitude_bits(ops.mul(x, number(self.norm))))
-
-    def largest_if_finite(self) -> ir.TensorBox:
-        """The same; 0 for a block that is not finite."""
-        largest = self.largest().make_loader()
-
-        def inner(place: Index) -> Value:
-            bits = largest(place)
-            return ops.where(is_finite(bits), bits, integer(0))
-
-        return self.per_block(torch.int32, inner)
+        """Bits of the largest |x| of each block."""
+        return self.over_blocks("max", lambda x, _: magnitude_bits(x))
 
     def _joined(self, words: list[PerBlock]) -> ir.TensorBox:
         """The int32 words of each row of each block, 8 codes per word -> uint8 [M, blocks *
@@ -227,16 +221,6 @@ def _interleaved(boxes: Sequence[ir.TensorBox]) -> ir.TensorBox:
     joined.name = V.graph.register_buffer(joined)
     V.graph.register_operation(joined)
     return ir.TensorBox(storage)
-
-
-def largest_of_all(largest: ir.TensorBox) -> PerBlock:
-    """The maximum over all blocks, to be loaded from []. A call of torch's own kernel: Inductor
-    would fuse its reduction with the kernel over blocks, which would then have few thread blocks.
-    """
-    return _maximum(largest).make_loader()
-
-
-_maximum = fallback_handler(torch.ops.aten.max.default, add_to_fallback_set=False)
 
 
 def reinterpreted(box: ir.TensorBox, dtype: torch.dtype) -> ir.TensorBox:

@@ -14,12 +14,10 @@ import torch
 from torch._inductor.virtualized import ops
 
 from q2compile.runtime_kernels.cuda.jit.limits import family_of
-from q2compile.runtime_kernels.numerics.schemes import E2M1_MAX
 
 Value = Any  # torch has no type for ops values that survives its virtualized handlers
 
 _MAGNITUDE = 0x7FFFFFFF
-_ONE, _HALF = 0x3F800000, 0x3F000000
 _ABOVE_ONE = 0x3F800004  # 1 + 2^-21
 TINY = torch.finfo(torch.float32).tiny
 INFINITE = 0x7F800000  # magnitude bits from here on are Inf or NaN
@@ -140,16 +138,6 @@ def round_e2m1(v: Value) -> Value:
     m = float_of(ops.maximum(bits_of(v), integer(_ABOVE_ONE)))
     steps = ops.mul(m, number(2.0**22))
     return ops.add(ops.sub(v, steps), steps)
-
-
-def stochastic_e2m1_code(v: Value, random: Value, x: Value) -> Value:
-    """The code, int32 in [0, 16), of `formats.stochastic_e2m1` of v = |x| * r, with the sign of x.
-    random: int32 in [0, 2^22). Of NaN, anything."""
-    v = ops.minimum(v, number(E2M1_MAX))
-    small = ops.sub(bits_of(ops.add(v, number(1.0))), integer(_ONE))
-    large = ops.sub(bits_of(v), integer(_HALF))
-    position = ops.where(ops.lt(v, number(1.0)), small, large)
-    return _with_sign(shifted_right(ops.add(position, random), 22), x)
 
 
 def _with_sign(code: Value, x: Value) -> Value:

@@ -11,7 +11,7 @@ import torch
 from torch._inductor.virtualized import ops
 
 from q2compile.lowering.inductor_kernels import fp32
-from q2compile.lowering.inductor_kernels.blocks import Blocks, Index, PerBlock
+from q2compile.lowering.inductor_kernels.blocks import Index, PerBlock, ReducedBlocks
 from q2compile.lowering.inductor_kernels.fp32 import Fp32, Value, integer, number
 from q2compile.lowering.inductor_kernels.rounding import Quantized, Rounding
 from q2compile.runtime_kernels.numerics.mxfp4 import ABOVE_HALF
@@ -41,7 +41,7 @@ class _PowersOfTwo:
         return ops.minimum(scaled, number(E2M1_MAX))
 
 
-def quantize(blocks: Blocks, scheme: Scheme) -> Quantized:
+def quantize(blocks: ReducedBlocks, scheme: Scheme) -> Quantized:
     """Codes, e8m0 scales, NaN for poisoned blocks, and 1 / shrink as global scale."""
     largest = blocks.largest().make_loader()
     scales = _PowersOfTwo(Fp32(blocks.device), largest, scheme)

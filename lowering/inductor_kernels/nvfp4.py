@@ -17,7 +17,7 @@ from torch._inductor.virtualized import ops
 
 from q2compile.lowering import launches
 from q2compile.lowering.inductor_kernels import fp32
-from q2compile.lowering.inductor_kernels.blocks import Blocks, Index, PerBlock
+from q2compile.lowering.inductor_kernels.blocks import Index, PerBlock, ReducedBlocks
 from q2compile.lowering.inductor_kernels.fp32 import Fp32, Value, integer, number
 from q2compile.lowering.inductor_kernels.rounding import (
     ComparedScales,
@@ -98,13 +98,13 @@ class _Exact:
         return ops.where(ops.eq(code, integer(0)), number(1.0), fp32.e4m3_value(code))
 
 
-def _rounding(blocks: Blocks, scheme: Scheme, scales: ComparedScales) -> Rounding:
+def _rounding(blocks: ReducedBlocks, scheme: Scheme, scales: ComparedScales) -> Rounding:
     if scheme.steps:
         return ScaleSearch(blocks, scheme, scales)
     return (FourOverSix if scheme.selects else Rounding)(blocks, scheme, scales)
 
 
-def quantize_pow2(blocks: Blocks, scheme: Scheme) -> Quantized:
+def quantize_pow2(blocks: ReducedBlocks, scheme: Scheme) -> Quantized:
     """Codes, scales and a global scale that is a power of two."""
     largest = blocks.largest().make_loader()
     rounding = _rounding(blocks, scheme, _Pow2(Fp32(blocks.device), largest))
@@ -123,7 +123,7 @@ def quantize_pow2(blocks: Blocks, scheme: Scheme) -> Quantized:
 _split_scales = partial(launches.launches_of, torch.ops.q2.split_scales.default)
 
 
-def quantize_exact(blocks: Blocks, load_amax: PerBlock, scheme: Scheme) -> Quantized:
+def quantize_exact(blocks: ReducedBlocks, load_amax: PerBlock, scheme: Scheme) -> Quantized:
     """Codes, scales and the papers' global scale, from an amax that is loaded from []."""
     fp = Fp32(blocks.device)
 

@@ -12,13 +12,9 @@ from torch.fx.node import map_arg
 
 from q2compile.lowering import launches
 from q2compile.lowering.inductor_kernels import fp8, mxfp4, nvfp4, selfcheck, support
-from q2compile.lowering.inductor_kernels.blocks import Blocks, PerBlock, largest_of_all
-from q2compile.lowering.inductor_kernels.fp32 import float_of
-from q2compile.lowering.inductor_kernels.reduction_blocks import ReducedBlocks
-from q2compile.lowering.inductor_kernels.register_blocks import Draws, HeldBlocks
+from q2compile.lowering.inductor_kernels.blocks import ReducedBlocks
 from q2compile.lowering.inductor_kernels.rounding import Quantized
 from q2compile.lowering.member import OpCall
-from q2compile.runtime_kernels.numerics.schemes import Scheme
 from q2compile.runtime_kernels.ops.table import QUANTIZE, QuantizerCall, quantizer_of
 from q2compile.runtime_kernels.registry import CPP, REFERENCE, serving
 
@@ -57,28 +53,13 @@ def _apart(x: ir.TensorBox) -> ir.TensorBox:
 
 
 def _by_inductor(call: QuantizerCall) -> Quantized:
-    (operand,), scheme = call.operands, call.scheme
-    load_amax = _loader(call.args["amax"])
-    if not (call.rotated or operand.columnwise or scheme.stochastic):
-        return _rounded(ReducedBlocks(call.x, scheme.block), load_amax, scheme)
-    draws = Draws(_loader(operand.seed), call.args["rng_offset"])
-    blocks = HeldBlocks(call.x, scheme, call.transform, draws, transpose=operand.columnwise)
-    if scheme.takes_amax and load_amax is None:
-        worst = largest_of_all(blocks.largest_if_finite())
-        load_amax = blocks.scalar(torch.float32, lambda: float_of(worst([]))).make_loader()
-    return _rounded(blocks, load_amax, scheme)
-
-
-def _rounded(blocks: Blocks, load_amax: PerBlock | None, scheme: Scheme) -> Quantized:
+    scheme, amax = call.scheme, call.args["amax"]
+    blocks = ReducedBlocks(call.x, scheme.block)
     if scheme.format == "mxfp4":
         return mxfp4.quantize(blocks, scheme)
-    if load_amax is not None:
-        return nvfp4.quantize_exact(blocks, load_amax, scheme)
+    if amax is not None:
+        return nvfp4.quantize_exact(blocks, amax.make_loader(), scheme)
     return nvfp4.quantize_pow2(blocks, scheme)
-
-
-def _loader(scalar: ir.TensorBox | None) -> PerBlock | None:
-    return None if scalar is None else scalar.make_loader()
 
 
 def _lowered(call: QuantizerCall) -> bool:

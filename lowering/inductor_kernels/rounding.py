@@ -14,7 +14,7 @@ from torch._inductor import ir
 from torch._inductor.virtualized import ops
 
 from q2compile.lowering.inductor_kernels import fp32
-from q2compile.lowering.inductor_kernels.blocks import Blocks, Index, PerBlock
+from q2compile.lowering.inductor_kernels.blocks import Index, PerBlock, ReducedBlocks
 from q2compile.lowering.inductor_kernels.fp32 import Fp32, Value, integer, number
 from q2compile.runtime_kernels.numerics.schemes import E2M1_MAX, Scheme
 
@@ -49,21 +49,18 @@ class ComparedScales(Scales, Protocol):
 
 
 class Rounding:
-    """Codes of elements and scales of blocks: to nearest, or stochastic if there are random bits.
+    """Codes of elements and scales of blocks, to nearest.
 
     Each per-block value is a buffer of its own. All end up in registers of one kernel. As nested
     expressions they took most of the compile time."""
 
-    def __init__(self, blocks: Blocks, scheme: Scheme, scales: Scales) -> None:
+    def __init__(self, blocks: ReducedBlocks, scheme: Scheme, scales: Scales) -> None:
         self.blocks, self.scheme, self.scales, self.fp = blocks, scheme, scales, scales.fp
         self._code, self._reciprocal = self._candidate(scheme.vmax)
 
-    def code(self, x: Value, place: Index, random: Value | None) -> Value:
+    def code(self, x: Value, place: Index) -> Value:
         """The e2m1 code of x."""
-        if random is None:
-            return self.fp.e2m1_code(*self._nearest(x, place), x)
-        scaled = self._scaled(x, self._reciprocal(place))
-        return fp32.stochastic_e2m1_code(scaled, random, x)
+        return self.fp.e2m1_code(*self._nearest(x, place), x)
 
     def scale(self, place: Index) -> Value:
         """The scale that the block takes, as an int32."""
@@ -79,13 +76,10 @@ class Rounding:
         return code, self._reciprocal_of(code)
 
     def _reciprocal_of(self, code: PerBlock) -> PerBlock:
-        """The factor of a block's elements under a scale, including the norm."""
-
-        def reciprocal(place: Index) -> Value:
-            own = self.scales.reciprocal(code(place))
-            return own if self.blocks.norm == 1.0 else self.fp.mul(own, number(self.blocks.norm))
-
-        return self.blocks.computed_once(torch.float32, reciprocal)
+        """The factor of a block's elements under a scale."""
+        return self.blocks.computed_once(
+            torch.float32, lambda place: self.scales.reciprocal(code(place))
+        )
 
     def _rounded(self, x: Value, reciprocal: Value) -> tuple[Value, Value]:
         """|x| in units of its scale, and what that rounds to."""
@@ -121,7 +115,7 @@ class _Compared(Rounding):
 class FourOverSix(_Compared):
     """To nearest, by the one of two scales with the smaller error: `nvfp4._four_over_six`."""
 
-    def __init__(self, blocks: Blocks, scheme: Scheme, scales: ComparedScales) -> None:
+    def __init__(self, blocks: ReducedBlocks, scheme: Scheme, scales: ComparedScales) -> None:
         super().__init__(blocks, scheme, scales)
         self._second_code, self._second_reciprocal = self._candidate(scheme.vmax / 1.5)
         errors = [self._errors(r) for r in (self._reciprocal, self._second_reciprocal)]
@@ -152,7 +146,7 @@ class ScaleSearch(_Compared):
     """To nearest, by the scale with the smallest error among `scheme.steps`:
     `nvfp4._scale_search`."""
 
-    def __init__(self, blocks: Blocks, scheme: Scheme, scales: ComparedScales) -> None:
+    def __init__(self, blocks: ReducedBlocks, scheme: Scheme, scales: ComparedScales) -> None:
         super().__init__(blocks, scheme, scales)
         first = self._code
         candidates = [

@@ -6,13 +6,11 @@ import torch
 from q2compile.runtime_kernels.cuda.jit.limits import why_no_fp8
 from q2compile.runtime_kernels.ops.table import QuantizerCall
 
-LARGEST_CHUNK = 32  # of a rotation: two blocks of 16
-
 
 def why_not_lowered(device: torch.device, call: QuantizerCall) -> str | None:
     """None when Inductor can make a kernel of its own of such a call, otherwise the reason in
     words."""
-    scheme, transform = call.scheme, call.transform
+    scheme = call.scheme
     if device.type != "cuda":
         return f"on {device.type} the reference compiles faster than an Inductor kernel"
     if scheme.is_tensorwise:
@@ -21,21 +19,12 @@ def why_not_lowered(device: torch.device, call: QuantizerCall) -> str | None:
         return f"there is no Inductor kernel for {call.label}"
     if call.masked or call.dbias is not None:
         return f"Inductor kernels have one operand and no mask or dbias, unlike {call.label}"
+    if call.rotated or call.columnwise:
+        return f"Inductor kernels neither rotate nor transpose, unlike {call.label}"
     if scheme.dequantized:
         return f"{scheme.name} has dequantized operands instead of codes"
-    if scheme.masked:
-        return f"{scheme.name} has a trust mask"
-    if scheme.rounding == "ms_eden":
-        return f"{scheme.name} corrects its scales by fp32 sums in a fixed order"
-    if scheme.stochastic and scheme.selects:
-        return f"{scheme.name} draws random bits for two candidates"
-    if transform.size > LARGEST_CHUNK:
-        return (
-            f"the chunks of {transform.size} of {transform.name} are too long for the registers of "
-            "a thread"
-        )
-    if call.recorded and (call.rotated or call.columnwise):
-        return "statistics of it are computed beside the kernel of the same call without them"
+    if scheme.rounding != "rtn":
+        return f"{scheme.name} does not round to nearest"
     return None
 
 
@@ -49,8 +38,8 @@ def _why_not_tensorwise(device: torch.device, call: QuantizerCall) -> str | None
 
 
 def beats_kernels(call: QuantizerCall) -> bool:
-    """Whether the Inductor kernel is used even where a CUDA kernel serves, if there is a producer
-    of x to fuse with. Other Inductor kernels are for GPUs without CUDA kernels (compute capability
-    below 8.0, no NVRTC): they load element by element, or were never measured."""
-    nearest = call.scheme.format == "nvfp4" and call.scheme.rounding == "rtn"
-    return nearest and not call.rotated
+    """Whether the Inductor kernel of a call that has one is used even where a CUDA kernel serves,
+    if there is a producer of x to fuse with. MXFP4's are for what no CUDA kernel serves: square
+    blocks, and GPUs without CUDA kernels (compute capability below 8.0, no NVRTC).
+    """
+    return call.scheme.format == "nvfp4"

@@ -62,7 +62,7 @@ def write(
     by_id    id(parameter) -> its names in the model
     """
     folder = folder or Path(tempfile.mkdtemp(prefix="q2compile_"))
-    writer = _Writer(by_id)
+    writer = _GraphWriter(by_id)
     body = writer.function("graph", gm)
     text = _HEAD.format(
         what=_in_docstring(what),
@@ -101,7 +101,7 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-class _Writer:
+class _GraphWriter:
     """Turns graphs into functions that build them; collects the modules that these import."""
 
     def __init__(self, by_id: Mapping[int, list[str]]) -> None:

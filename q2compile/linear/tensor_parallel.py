@@ -67,7 +67,7 @@ def _row(x: Placement, w: Placement, last: int) -> _Row | str:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ShardingPlan:
     """Placements, one for each mesh dimension; ``addends``: how many ranks add the bias to one sum
     of partial results."""
 
@@ -80,7 +80,7 @@ class Plan:
     addends: int
 
     @classmethod
-    def of(cls, x: Tensor, w: Tensor, bias: Tensor | None) -> Plan | str:
+    def of(cls, x: Tensor, w: Tensor, bias: Tensor | None) -> ShardingPlan | str:
         """The plan for these operands, or why there is none."""
         operands = [t for t in (x, w, bias) if t is not None]
         if not all(isinstance(t, DTensor) for t in operands):
@@ -128,7 +128,7 @@ def linear(
     Raises RuntimeError for placements that no plan covers. The graph that Dynamo captured was
     checked for them (`unplanned`), so this is for placements that came to be after that.
     """
-    plan = Plan.of(x, w, bias)
+    plan = ShardingPlan.of(x, w, bias)
     if isinstance(plan, str):
         raise RuntimeError(f"q2::linear: {plan}. Give this module 'bf16' in the policy")
     x_local = _placed(x, plan.x).to_local(grad_placements=plan.grad_x)
@@ -147,7 +147,7 @@ def linear(
 def _placed(t: Tensor, placements: tuple[Placement, ...]) -> DTensor:
     """``t`` with ``placements``. Nothing where it has them: a redistribute that changes nothing is
     an all-reduce in backward when the gradient is Partial."""
-    assert isinstance(t, DTensor), "Plan.of rejects anything else"
+    assert isinstance(t, DTensor), "ShardingPlan.of rejects anything else"
     return t if t.placements == placements else t.redistribute(placements=placements)
 
 
@@ -174,7 +174,7 @@ def unplanned(x: Tensor, w: Tensor, bias: Tensor | None) -> str:
     """Why `linear` can't take these operands; "" if it can, or if none is a DTensor."""
     if not any(isinstance(t, DTensor) for t in (x, w, bias)):
         return ""
-    plan = Plan.of(x, w, bias)
+    plan = ShardingPlan.of(x, w, bias)
     return plan if isinstance(plan, str) else ""
 
 
@@ -187,8 +187,8 @@ def smallest_part(t: Tensor) -> tuple[Any, ...]:
 
 def local_sizes(x: DTensor, w: DTensor) -> tuple[Any, Any, Any]:
     """(T, N, K) of the local linear, on the rank with the largest shards."""
-    plan = Plan.of(x, w, None)
-    assert isinstance(plan, Plan)
+    plan = ShardingPlan.of(x, w, None)
+    assert isinstance(plan, ShardingPlan)
     n, k = _part(w.shape, w, w.placements)
     return math.prod(_part(x.shape, x, plan.x)[:-1]), n, k
 

@@ -24,7 +24,7 @@ class GraphSpecError(AssertionError):
 
 
 @dataclass(frozen=True)
-class _Operand:
+class _OperandOrigin:
     """Where a gemm's operand comes from: made here, rotated or not, or saved: by another graph, or
     as a constant, which Inductor's freezing makes of a weight's codes. ``empty``: it has no number,
     as those that contract over the rows of an empty batch.
@@ -85,7 +85,7 @@ def _check_gemm(gemm: fx.Node, kind: str, when: str) -> None:
             )
 
 
-def _operand(gemm: fx.Node, triple: Any, when: str) -> _Operand:
+def _operand(gemm: fx.Node, triple: Any, when: str) -> _OperandOrigin:
     """The op whose outputs (codes, scales, global scale) must be, and its arguments."""
     gather = producer(triple[0])
     if is_q2(gather, GATHER_ROWS) and producer(triple[1]) is gather:
@@ -94,12 +94,14 @@ def _operand(gemm: fx.Node, triple: Any, when: str) -> _Operand:
     if shards[0] is not triple[0]:
         ops = {producer(n) for n in shards}
         if len(ops) == 1 and is_q2(*ops) and [n.args[1] for n in shards] == [0, 1]:
-            return _Operand()  # codes of all ranks; the global scale is what they were made under
+            return (
+                _OperandOrigin()
+            )  # codes of all ranks; the global scale is what they were made under
     if triple[0].op in ("placeholder", "get_attr"):
-        return _Operand(saved=True, empty=_is_empty(triple[0]))
+        return _OperandOrigin(saved=True, empty=_is_empty(triple[0]))
     op = producer(triple[0])
     if is_q2(op, TRANSPOSE):  # re-used codes: their global scale is the source's
-        return _Operand()
+        return _OperandOrigin()
     outputs = [n.args[1] if producer(n) is op and n is not op else None for n in triple]
     call = quantizer_of(op)
     whole = {operand.first: operand for operand in call.operands} if call else {}
@@ -114,9 +116,9 @@ def _operand(gemm: fx.Node, triple: Any, when: str) -> _Operand:
         )
     assert call is not None
     if not (operand.transform.size > 1 or operand.columnwise) or call.masked:
-        return _Operand()
+        return _OperandOrigin()
     how = operand.transform.name, call.args["rng_offset"]
-    return _Operand(rotated=True, seed=operand.seed, transform=how[0], rng_offset=how[1])
+    return _OperandOrigin(rotated=True, seed=operand.seed, transform=how[0], rng_offset=how[1])
 
 
 def _shard(part: fx.Node) -> fx.Node:

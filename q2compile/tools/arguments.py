@@ -163,26 +163,6 @@ def explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="also write an HTML page")
 
 
-def tables(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Measures the papers' numeric tables on this machine, beside the papers' figures."
-    )
-    parser.add_argument(
-        "--full",
-        action="store_true",
-        help="4096 x 4096 samples per scheme and 4096 draws per recipe, as in the papers (an hour "
-        "on two cores); by default 2048 x 2048 and 256 (a minute or two)",
-    )
-    parser.add_argument("--out", type=Path, default=Path("runs/tables"), help="default %(default)s")
-    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
-    parser.add_argument(
-        "--global-scale",
-        choices=("pow2", "exact"),
-        default="pow2",
-        help="kind of global scale of NVFP4 operands; default %(default)s",
-    )
-
-
 def bench(parser: argparse.ArgumentParser) -> None:
     parser.description = "Measures and checks this machine, and writes a report to be sent."
     parser.epilog = f"Units: {BENCH_UNITS}."
@@ -207,7 +187,7 @@ def bench(parser: argparse.ArgumentParser) -> None:
         help="stop a group after this time; default %(default).0f",
     )
     parser.add_argument(
-        "--no-remember", action="store_true", help="do not store the fastest GEMM kernels"
+        "--no-remember", action="store_true", help="without effect: nothing is stored"
     )
     parser.add_argument("--read", type=Path, metavar="FILE", help="print a report and its faults")
 

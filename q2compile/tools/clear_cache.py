@@ -6,14 +6,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-# Compiled kernels, results of self-checks and marks of those that never ended, the fastest GEMMs:
-# each named by a hash. The folder may be shared, by Q2COMPILE_CACHE_DIR, with files of others.
+# Compiled kernels, results of self-checks, marks of those that never ended, and gemm-*.json, which
+# 0.2 wrote: each named by a hash. The folder may be shared, by Q2COMPILE_CACHE_DIR, with files of
+# others.
 _OWN = re.compile(r".+-[0-9a-f]{24}\.(cubin|checked|\d+\.checking|so)|gemm-[0-9a-f]{24}\.json")
 
 
 def clear_cache(folder: Path) -> str:
     """Deletes q2compile's own files in a folder; says how many and how large they were. Deleted
-    files are recreated when they are needed, except for the choices of `q2compile bench`.
+    files are recreated when they are needed.
 
     Raises:
         OSError: a file can't be deleted.

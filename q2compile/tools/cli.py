@@ -37,11 +37,6 @@ COMMANDS = {
         "write a checkpoint for inference from the codes of the forward",
         arguments.export,
     ),
-    "tables": (
-        "q2compile.tools.paper_tables.command",
-        "measure the papers' numeric tables",
-        arguments.tables,
-    ),
     "bench": (
         "q2compile.tools.bench.command",
         "measure and check this machine",
@@ -58,11 +53,20 @@ COMMANDS = {
         arguments.doctor,
     ),
 }
+# Commands of earlier versions, and what replaces them.
+MOVED = {
+    "tables": "the papers' tables are measured by examples/paper_tables.py of the repository: "
+    "python examples/paper_tables.py, with the same options",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit status, 2 for what can't be used, read or written. Without
     a command the help is printed."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0] in MOVED:
+        print(f"q2compile {words[0]}: {MOVED[words[0]]}", file=sys.stderr)
+        return 2
     parser = argparse.ArgumentParser(
         prog="q2compile", description="Tools for the torch.compile backend 'quartet2'."
     )
@@ -70,7 +74,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (_, summary, add_arguments) in COMMANDS.items():
         add_arguments(commands.add_parser(name, help=summary))
-    words = list(sys.argv[1:] if argv is None else argv)
     if not words:
         parser.print_help()
         return 0

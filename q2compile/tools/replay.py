@@ -48,7 +48,7 @@ def tensor(
 
 
 @dataclass(frozen=True)
-class _Source:
+class _NamedSource:
     name: str
 
 
@@ -57,7 +57,7 @@ class _GraphArg:
     """Stands for Dynamo's record of an input: what it was, and where it was found."""
 
     example: Any
-    source: _Source
+    source: _NamedSource
 
 
 class Replay:
@@ -85,7 +85,7 @@ class Replay:
         made = tree_map_only(Tensor, Tensor.make, value)
         if parameter is not None:
             made = nn.Parameter(made.detach(), made.requires_grad)
-            node.meta["grapharg"] = _GraphArg(made, _Source(f"L['self'].{parameter}"))
+            node.meta["grapharg"] = _GraphArg(made, _NamedSource(f"L['self'].{parameter}"))
         self._inputs.append(made)
         return node
 

@@ -16,11 +16,8 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensor, FakeTensorMode
 
-<<<<<<< HEAD
-from q2compile.torch_internals.fsdp1 import is_flattened
-=======
 from q2compile.torch_internals.fsdp import values_too
->>>>>>> gather
+from q2compile.torch_internals.fsdp1 import is_flattened
 
 # Whether a compiled graph gives the right gradient to an input that is an AsyncCollectiveTensor. It
 # does in 2.11; from 2.12 to 2.15 backward fails in DTensor's redistribute.

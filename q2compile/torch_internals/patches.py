@@ -74,24 +74,7 @@ class Patch:
         delattr(self.place(), self.key)
 
 
-# Each alone is within the noise of 0.8 s, so they were measured together. The scheduler's sets are
-# quadratic in the number of layers: more layers gain more.
-_REPEATS = (
-    "first step of 8 layers of 8B width, H100, torch 2.11: 2 to 3 of 29.5 s for the four together"
-)
-
 PATCHES = (
-    Patch(
-        name="fakes",
-        module="torch._subclasses.fake_tensor",
-        owner="FakeTensorMode",
-        key="_validate_cache_key",
-        cause="FakeTensorMode caches results of torch's own ops alone. A linear layer calls q2 ops "
-        "about 40 times from the first trace to the last pass, each of up to seven outputs.",
-        upstream="none: torch has no way to register an op whose fake may be cached",
-        versions="2.11 to 2.15",
-        benefit="first step, 8 layers of 8B width, H100, torch 2.11: 32.4 s with, 34.6 without, 7%",
-    ),
     Patch(
         name="nan_asserts",
         module="torch._inductor.codegen.wrapper",
@@ -113,50 +96,6 @@ PATCHES = (
         upstream="none: where a quantizer is a kernel's call is known here alone",
         versions="2.11 to 2.15",
         benefit="gradient of an expert's SwiGLU: 62 instructions per element instead of 21",
-    ),
-    Patch(
-        name="dtype_rules",
-        module="torch._inductor.dtype_propagation",
-        owner="DtypePropagationOpsHandler",
-        key="__init__",
-        cause="The handler is a singleton, but its __init__ runs for every operation of a kernel "
-        "and makes the rules of all operations, 50 us.",
-        upstream="pytorch/pytorch#192820",
-        versions="2.11 to 2.15",
-        benefit=_REPEATS,
-    ),
-    Patch(
-        name="free_symbols",
-        module="torch._inductor.ir",
-        owner="ComputedBuffer",
-        key="get_free_symbol_uses",
-        cause="Inductor traces each kernel twice more to look for symbols of unknown or symbolic "
-        "sizes, also in a graph that has none.",
-        upstream="none filed",
-        versions="2.11 to 2.15",
-        benefit=_REPEATS,
-    ),
-    Patch(
-        name="bounds",
-        module="torch.utils._sympy.value_ranges",
-        owner="ValueRanges",
-        key="__and__",
-        cause="For each repeated operation of a kernel, a constant most often, Inductor intersects "
-        "equal bounds by sympy's Max and Min, 71 us.",
-        upstream="none filed",
-        versions="2.11 to 2.15",
-        benefit=_REPEATS,
-    ),
-    Patch(
-        name="sets",
-        module="torch.utils._ordered_set",
-        owner="OrderedSet",
-        key="__or__",
-        cause="The scheduler unites the operations before each kernel with all done ones, element "
-        "by element in Python: quadratic in the number of layers.",
-        upstream="none filed",
-        versions="2.11 to 2.15",
-        benefit=_REPEATS,
     ),
     Patch(
         name="choices",
@@ -271,19 +210,6 @@ def _own_choices() -> Iterator[None]:
     finally:
         if V.choices is own:
             V.set_choices_handler(original)
-
-
-@replaces("fakes")
-def _remember_fakes(validate: Any) -> Any:
-    """Fakes of q2 ops look at sizes, strides, types, devices and the other arguments, all of which
-    are in the cache's key, and return new tensors. An op that writes is left out, as torch's are.
-    """
-
-    def validate_others(self: Any, func: Any, *args: Any, **kwargs: Any) -> None:
-        if getattr(func, "namespace", None) != "q2" or func._schema.is_mutable:
-            validate(self, func, *args, **kwargs)
-
-    return validate_others
 
 
 def _holds_q2_ops(gm: Any) -> bool:

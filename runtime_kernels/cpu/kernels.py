@@ -68,7 +68,7 @@ class Masked(ctypes.Structure):
     )
 
 
-class Dbias(ctypes.Structure):
+class DbiasArguments(ctypes.Structure):
     """column_sums.h"""
 
     _fields_ = _fields(
@@ -82,7 +82,7 @@ _STRUCTS = {
     "q2_quantize": Operand,
     "q2_dequantize": Quantized,
     "q2_masked_unrotate": Masked,
-    "q2_column_sums": Dbias,
+    "q2_column_sums": DbiasArguments,
 }
 
 

@@ -224,7 +224,7 @@ def _in_groups(maker: _Maker, x: torch.Tensor, seed, **more: Any) -> list[torch.
 def _column_sums(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """numerics/column_sums.py"""
     out = x.new_empty((x.shape[1],), dtype=dtype)
-    dbias = kernels.Dbias(
+    dbias = kernels.DbiasArguments(
         *(x.data_ptr(), out.data_ptr()),
         *(*x.shape, *x.stride()),
         *(kernels.TYPES[x.dtype], kernels.TYPES[dtype]),

@@ -46,9 +46,9 @@ MS_EDEN_CLIP = E2M1_MAX * SR_HEADROOM / 0.93
 
 # The values that the code of rounding knows; any other would be rounded to nearest, or as nvfp4.
 _VALUES = {
-    "format": ("nvfp4", "mxfp4"),
+    "format": ("nvfp4", "mxfp4", "fp8"),
     "rounding": ("rtn", "sr", "ms_eden", "quest"),
-    "global_scale": ("exact", "pow2", "none"),
+    "global_scale": ("exact", "pow2", "pow2_of_amax", "none"),
 }
 
 

@@ -16,9 +16,8 @@ import q2compile
 from q2compile import lowering
 from q2compile.lowering.inductor_kernels.support import beats_kernels, why_not_lowered
 from q2compile.report import kernel_choice
-from q2compile.runtime_kernels import registry
 from q2compile.runtime_kernels.numerics.schemes import SCHEMES, SWIZZLED, get_scheme
-from q2compile.runtime_kernels.ops.table import QuantizerCall
+from q2compile.runtime_kernels.ops.table import rowwise_call
 from tests.support import quantizer_calls as calls
 from tests.support.emulation.inductor import lower_on_cpu, triton_kernels
 from tests.support.nonfinite import VALUES, assert_same, with_bad
@@ -101,71 +100,6 @@ def check_the_reference_s_bits(scheme, shape, monkeypatch) -> None:
         assert_same(compiled(bad), quantize(bad, scheme), scheme)
 
 
-def rotated(x, seed, scheme: str, transform: str, transpose: bool) -> tuple[torch.Tensor, ...]:
-    if transform != "none":
-        return torch.ops.q2.quantize(
-            x,
-            scheme=scheme,
-            transform=transform,
-            rowwise=not transpose,
-            columnwise=transpose,
-            rng_offset=3,
-            rowwise_seed=seed,
-            columnwise_seed=seed,
-        )
-    return torch.ops.q2.quantize(
-        x, scheme=scheme, rowwise=True, columnwise=False, rng_offset=3, rowwise_seed=seed
-    )
-
-
-HELD = [
-    ("nvfp4_sr_pow2", "none", False, (37, 100)),
-    ("nvfp4_sr", "rht16", True, (37, 100)),
-    ("mxfp4_sr", "rht16", True, (64, 256)),  # two chunks in a block
-    ("mxfp4_rtn34", "h32", False, (37, 100)),
-    ("mxfp4_rceil", "h32", True, (64, 100)),
-    ("mxfp4_rceil_sr", "none", False, (37, 100)),
-    ("nvfp4_46_pow2", "rht32_fixed", True, (37, 100)),  # two blocks in a chunk
-]
-# nvfp4_sr_pow2 and mxfp4_rtn34, rotated, are in test_subnormals.py.
-COMPILED_FOR_A_CPU = [case for case in HELD if case[0] not in ("nvfp4_sr_pow2", "mxfp4_rceil")]
-
-
-@pytest.mark.parametrize(("scheme", "transform", "transpose", "shape"), COMPILED_FOR_A_CPU)
-def test_the_reference_s_bits_of_rotations_and_random_bits(
-    scheme, transform, transpose, shape, monkeypatch
-) -> None:
-    lower_on_cpu(monkeypatch)
-    x, seed = matrix(*shape), torch.tensor(-1234567890123456789)
-    torch._dynamo.reset()
-    # Without vectors: the kernel of a block is long, and vectors would need several copies of it.
-    with inductor_config.patch({"fx_graph_cache": False, "cpp.simdlen": 1}):
-        compiled = torch.compile(rotated)
-        got, (code,) = run_and_get_code(compiled, x, seed, scheme, transform, transpose)
-    assert "torch.ops.q2.quantize.default(" not in code
-    assert_same_bits(got, rotated(x, seed, scheme, transform, transpose))
-    for value in VALUES:
-        bad = x.clone()
-        bad[2, 2] = bad[36, 99] = value
-        args = (bad, seed, scheme, transform, transpose)
-        assert_same(compiled(*args), rotated(*args), scheme)
-
-
-def test_a_kernel_of_our_own_comes_first(monkeypatch) -> None:
-    """Rotating and stochastic quantizers are Inductor kernels only instead of the reference."""
-    lower_on_cpu(monkeypatch)
-    ours = next(k for k in registry.kernels("quantize") if k.name != registry.REFERENCE)
-    monkeypatch.setattr(
-        "q2compile.lowering.inductor_kernels.quantize.serving", lambda op, args: ours
-    )
-    args = torch.randn(32, 64), torch.tensor(7), "nvfp4_sr_pow2", "rht16", False
-    torch._dynamo.reset()
-    with inductor_config.patch(fx_graph_cache=False, cpp_wrapper=False):
-        got, (code,) = run_and_get_code(torch.compile(rotated), *args)
-    assert "torch.ops.q2.quantize.default(" in code
-    assert_same_bits(got, rotated(*args))
-
-
 def test_dynamic_rows_do_not_recompile(monkeypatch) -> None:
     lower_on_cpu(monkeypatch)
     torch._dynamo.reset()
@@ -185,26 +119,23 @@ def test_dynamic_rows_do_not_recompile(monkeypatch) -> None:
 
 
 def test_what_is_lowered() -> None:
-    """On CUDA: schemes without fp32 sums, in chunks of up to 32. Among them NVFP4 to nearest is an
-    Inductor kernel even if the registry has a kernel. On a CPU nothing is lowered."""
+    """On CUDA: rounding to nearest of rows that are not rotated. Among them NVFP4 is an Inductor
+    kernel even if the registry has a kernel. On a CPU nothing is lowered."""
     cuda = torch.device("cuda")
     x, seed = torch.empty(32, 64), torch.tensor(1)
 
-    def call(name: str, transform: str = "none") -> QuantizerCall:
-        return calls.one(x, seed, name, transform, False)
+    def why_not(name: str, transform: str = "none", columnwise: bool = False) -> str | None:
+        return why_not_lowered(cuda, calls.one(x, seed, name, transform, columnwise))
 
-    lowered = {name for name in SCHEMES if why_not_lowered(cuda, call(name)) is None}
-    assert lowered == {
-        name
-        for name, s in SCHEMES.items()
-        if (s.rounding == "rtn" and s.has_block_scales) or (s.rounding == "sr" and not s.selects)
-    }
-    preferred = {name for name in SCHEMES if beats_kernels(call(name))}
-    assert preferred == {name for name in lowered if "mxfp4" not in name and "sr" not in name}
-    assert not beats_kernels(call("nvfp4", "rht16"))
-    assert "draws random bits" in str(why_not_lowered(cuda, call("nvfp4_sr_46")))
-    assert "chunks of 64" in str(why_not_lowered(cuda, call("nvfp4_sr", "rht64")))
-    assert "on cpu" in str(why_not_lowered(torch.device("cpu"), call("nvfp4")))
+    lowered = {name for name in SCHEMES if why_not(name) is None}
+    nearest = {name for name, s in SCHEMES.items() if s.rounding == "rtn"}
+    assert lowered == nearest - {"fp8"}  # which takes an amax
+    preferred = {name for name in lowered if beats_kernels(rowwise_call(name))}
+    assert preferred == {name for name in lowered if "mxfp4" not in name}
+    assert "does not round to nearest" in str(why_not("nvfp4_sr"))
+    assert "neither rotate nor transpose" in str(why_not("nvfp4", "rht16"))
+    assert "neither rotate nor transpose" in str(why_not("nvfp4", columnwise=True))
+    assert "on cpu" in str(why_not_lowered(torch.device("cpu"), rowwise_call("nvfp4")))
 
 
 @pytest.fixture
@@ -229,19 +160,6 @@ def test_kernels_of_add_rmsnorm_quantize(monkeypatch, sources) -> None:
     )
     assert "pow" in norm.name and "quantize" not in norm.name
     assert "quantize" in kernel.name and kernel.source.count("tl.store") == 2
-
-
-def test_kernels_of_a_rotation_with_random_bits(monkeypatch, sources) -> None:
-    """One kernel with its producer, below the signs, which are one number."""
-
-    def relu_rotated(x, seed):
-        return rotated(x.relu(), seed, "nvfp4_sr_pow2", "rht16", True)
-
-    signs, kernel = triton_kernels(monkeypatch, 80, relu_rotated, sources[0], torch.tensor(7))
-    assert signs.source.count("tl.store") == 1
-    assert "relu" in kernel.name
-    # 16 elements and the signs in, codes and raw scales out
-    assert kernel.source.count("tl.load") == 17 and kernel.source.count("tl.store") == 2
 
 
 def test_max_autotune_searches(monkeypatch, sources) -> None:
@@ -288,26 +206,6 @@ def test_on_a_gpu(scheme, shape) -> None:
     # relu leaves positive elements exact, and gives the quantizer a producer to fuse with
     compiled = torch.compile(lambda x: quantize(x.relu(), scheme))
     assert_same_bits([t.cpu() for t in compiled(x.cuda())], quantize(x.relu(), scheme))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("scheme", "transform", "transpose", "shape"), HELD)
-def test_rotations_and_random_bits_on_a_gpu(
-    scheme, transform, transpose, shape, monkeypatch
-) -> None:
-    """As on a GPU for which we have no kernel."""
-    lowering.register()
-    reference = next(k for k in registry.kernels("quantize") if k.name == registry.REFERENCE)
-    monkeypatch.setattr(
-        "q2compile.lowering.inductor_kernels.quantize.serving", lambda op, args: reference
-    )
-    x, seed = matrix(*shape), torch.tensor(-1234567890123456789)
-    torch._dynamo.reset()
-    args = x.cuda(), seed.cuda(), scheme, transform, transpose
-    with inductor_config.patch(fx_graph_cache=False):
-        got, (*_, code) = run_and_get_code(torch.compile(rotated), *args)  # self-checks' are first
-    assert "torch.ops.q2.quantize.default(" not in code
-    assert_same_bits([t.cpu() for t in got], rotated(x, seed, scheme, transform, transpose))
 
 
 def test_the_report_names_the_loops(monkeypatch) -> None:

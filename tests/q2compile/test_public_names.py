@@ -13,7 +13,6 @@ from torch._inductor import list_mode_options
 import q2compile
 from q2compile import telemetry
 from q2compile.recipes.option_types import DgradChange, FpropChange, OperandChange, WgradChange
-from q2compile.recipes.published import RECIPES
 from q2compile.recipes.recipe import GEMMS, SOURCES, Operand
 from q2compile.telemetry.options import TelemetryOptions
 
@@ -52,10 +51,6 @@ def test_options_are_those_of_config() -> None:
     assert set(get_type_hints(q2compile.TelemetryMapping)) == {
         f.name for f in fields(TelemetryOptions)
     }
-
-
-def test_recipe_names_are_the_published_ones() -> None:
-    assert get_args(q2compile.RecipeName) == tuple(RECIPES)
 
 
 def test_changes_of_a_recipe_are_those_that_resolve_takes() -> None:

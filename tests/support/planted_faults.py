@@ -208,6 +208,13 @@ FAULTS = (
     *OF_CHECKS,
     # ---- lowering ----
     fault(
+        "4/6 takes the second scale in a tie",
+        "runtime_kernels/numerics/nvfp4.py",
+        "chosen = error_four * ratio.square() < error_six",
+        "chosen = error_four * ratio.square() <= error_six",
+        _NUMERICS,
+    ),
+    fault(
         "4/6 by Inductor's kernel weighs errors the other way round",
         "lowering/inductor_kernels/nvfp4.py",
         "fp32.from_top_bits(self.normal_or_zero(four))",

@@ -8,7 +8,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from q2compile.runtime_kernels.cuda import check_results, checked_cases
-from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4, remembered
+from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4
 from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.runtime_kernels.cuda.jit.launch import target, unsupported
 from q2compile.runtime_kernels.ops.table import Variant
@@ -35,7 +35,6 @@ def forget() -> None:
     """Forgets the cached properties of this process's GPUs."""
     unsupported.cache_clear()
     target.cache_clear()
-    remembered.forget()
 
 
 def on_gpu(of: str | Variant, scheme: str) -> list:

@@ -93,7 +93,7 @@ def photograph_for_guides(browser: Browser, page: Path) -> None:
 
 def _open_with_graph(browser: Browser, page: Path, width: int, theme: str) -> None:
     browser.open(page, width=width, theme=theme)
-    browser.click("[role=tab]")
+    browser.click(".tabs button")
     browser.until("return document.querySelector('.graph-body > *')")
     browser.js("document.activeElement.blur()")
 

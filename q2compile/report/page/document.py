@@ -60,7 +60,6 @@ _SCRIPTS = (
     "operands.js",
     "diff.js",
     "graphs.js",
-    "graph_diff.js",
     "memory.js",
     "report.js",
 )

@@ -6,12 +6,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from q2compile.cost_model.devices import Device, data_sheet
-from q2compile.runtime_kernels.cuda.gemm.remembered import Choice
 from q2compile.runtime_kernels.kernel_states import REJECTED, NotServedError, lines_of
 from q2compile.tools.bench.llama_block import Block
 from q2compile.tools.bench.report import FAULT, UNSUPPORTED, Log, Row, Times
@@ -69,6 +68,18 @@ ON_CPU = Sizes(
 )
 
 
+class FastestGemm(NamedTuple):
+    """The fastest kernel for products a [M, K] by b [N, K] of a format.
+
+    algorithm: of cuBLASLt's (cublaslt.Algorithm) the fastest; None for another kernel
+    """
+
+    format: str
+    shape: tuple[int, int, int]  # M, N, K
+    fastest: str
+    algorithm: tuple[int, ...] | None = None
+
+
 @dataclass
 class Bench:
     """A device, and what was found on it.
@@ -82,7 +93,7 @@ class Bench:
     sheet: Device | None = None
     log: Log | None = None
     group: str = ""
-    choices: list[Choice] = field(default_factory=list)
+    fastest: list[FastestGemm] = field(default_factory=list)
 
     @classmethod
     def of(cls, device: torch.device, log: Log | None = None, group: str = "") -> Bench:

@@ -36,8 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         log.write("row", **line)
         print(text(line), flush=True)
     log.write("state", group=group, when="after", state=machine.state(device))
-    if bench.choices:
-        log.write("fastest", group=group, choices=[choice._asdict() for choice in bench.choices])
+    if bench.fastest:
+        log.write("fastest", group=group, choices=[found._asdict() for found in bench.fastest])
     return 0
 
 

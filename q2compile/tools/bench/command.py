@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`q2compile bench`: measures and checks the machine it is on, in some minutes.
 
-    q2compile bench [--only GROUP,...] [--out FILE] [--limit SECONDS] [--no-remember]
+    q2compile bench [--only GROUP,...] [--out FILE] [--limit SECONDS]
     q2compile bench --read FILE
 
 Prints what it finds and writes the same as a report (report.py), to be sent back. Each group runs
-in a process of its own with a time limit. On a GPU that has several kernels for FP4 GEMMs it
-remembers which kernel and which of cuBLASLt's algorithms was the fastest at each shape, for this
-device (runtime_kernels/cuda/gemm/remembered.py); --no-remember only measures. A CPU runs its C++
+in a process of its own with a time limit. On a GPU that has several kernels for FP4 GEMMs it says
+which of them, and which of cuBLASLt's algorithms, was the fastest at each shape. A CPU runs its C++
 kernels and references at small sizes, which shows that they work and nothing about speed. --read
 prints a report of another machine, and what is wrong there.
 """
@@ -21,6 +20,7 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ from typing import Any
 import torch
 
 from q2compile.errors import ConfigError, one_of
-from q2compile.runtime_kernels.cuda.gemm.remembered import Choice, remember
 from q2compile.tools.arguments import BENCH_UNITS
 from q2compile.tools.bench import machine
 from q2compile.tools.bench.bench import Bench
@@ -59,16 +58,9 @@ def run(options: Namespace) -> int:
     _print_machine(about, Bench.of(device))
     for group in groups:
         run_group(group, log, out, start, options.limit)
-    lines = read(out)
-    choices = [
-        Choice(one["format"], tuple(one["shape"]), one["fastest"], one["algorithm"])
-        for line in lines
-        if line["kind"] == "fastest"
-        for one in line["choices"]
-    ]
     print()
-    if choices:
-        print(_remembered(device.index, choices, about["date"], options.no_remember))
+    if fastest := _fastest(read(out)):
+        print(fastest)
     log.write("done", seconds=round(time.time() - start, 1))
     wrong = _print_faults(read(out))
     print(f"{out} written, after {time.time() - start:.0f} s")
@@ -154,17 +146,10 @@ def _stop(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def _remembered(index: int, choices: Sequence[Choice], date: str, no_remember: bool) -> str:
-    """Writes down which candidate is the fastest at each shape, and says so."""
-    counts: dict[str, int] = {}
-    for choice in choices:
-        counts[choice.fastest] = counts.get(choice.fastest, 0) + 1
-    text = ", ".join(f"{name} at {n}" for name, n in counts.items())
-    words = f"fastest   of {len(choices)} products: {text}; "
-    if no_remember:
-        return words + "not stored"
-    path = remember(index, choices, date)
-    return (
-        words + f"stored in {path}. Products of such shapes use it from now on; another order of "
-        "sums may change results by a rounding. Q2COMPILE_GEMM_CHOICES=off ignores the file"
-    )
+def _fastest(lines: Sequence[Line]) -> str:
+    """How often each kernel was the fastest for a product, in words; "" where none was compared."""
+    found = [
+        one["fastest"] for line in lines if line["kind"] == "fastest" for one in line["choices"]
+    ]
+    text = ", ".join(f"{name} at {count}" for name, count in Counter(found).items())
+    return text and f"fastest   of {len(found)} products: {text}"

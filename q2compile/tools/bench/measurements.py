@@ -20,18 +20,18 @@ from q2compile.recipes.published import RECIPES
 from q2compile.recipes.resolve import resolve
 from q2compile.runtime_kernels.cuda.gemm import cublaslt
 from q2compile.runtime_kernels.cuda.gemm.cublaslt_fp4 import product_of
-from q2compile.runtime_kernels.cuda.gemm.remembered import CANDIDATES, Choice
 from q2compile.runtime_kernels.cuda.selfcheck import GEMM_ERROR
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED
 from q2compile.runtime_kernels.registry import (
     CUBLASLT_FP4,
     CUDA_BF16,
     REFERENCE,
+    TRITON_FP4,
     kernels,
     select,
 )
 from q2compile.tools.bench import host
-from q2compile.tools.bench.bench import Bench, failed, timed
+from q2compile.tools.bench.bench import Bench, FastestGemm, failed, timed
 from q2compile.tools.bench.cases import CASES, OTHERS, calls_of_host, calls_of_quantizers, step_of
 from q2compile.tools.bench.checks import checks, hashes
 from q2compile.tools.bench.llama_block import Block, LlamaBlock
@@ -45,6 +45,7 @@ _RECIPE_OF = {"nvfp4": RECIPE, "mxfp4": "quartet"}  # whose fprop is a product o
 _COPY, _BF16 = "copy", "BF16"
 BUSY = "lost in the noise of a busy machine"
 _SEPARATOR = " algorithm "
+_OF_CODES = (CUBLASLT_FP4, TRITON_FP4)  # on fp4 tensor cores
 
 
 def quantizers(bench: Bench) -> Iterator[Row]:
@@ -82,7 +83,7 @@ def _product(
     bench: Bench, format: str, shape: tuple[int, int, int], *, bias: bool = False
 ) -> Iterator[Row]:
     m, n, k = shape
-    names = (*CANDIDATES, CUDA_BF16) if bench.on_gpu else (REFERENCE,)
+    names = (*_OF_CODES, CUDA_BF16) if bench.on_gpu else (REFERENCE,)
     count = bench.inputs((m * k + n * k) // 2)
     xs, ws = (
         [torch.randn(size, k, device=bench.device).bfloat16() for _ in range(count)]
@@ -91,7 +92,7 @@ def _product(
     added = torch.randn(n, device=bench.device).bfloat16() if bias else None
 
     def arguments(name: str) -> list[tuple[Any, ...]]:
-        scheme = _FORMATS[format] + (SWIZZLED if name in CANDIDATES else "")
+        scheme = _FORMATS[format] + (SWIZZLED if name in _OF_CODES else "")
 
         def quantized(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return tuple(torch.ops.q2.quantize(x, scheme=scheme, rowwise=True, columnwise=False))
@@ -134,13 +135,13 @@ def _product(
         wrong = _disagreement(results, name, usual)
         if wrong and row.status == MEASURED:
             row.status, row.why = FAULT, wrong
-        if kernel in CANDIDATES and row.status == MEASURED:
+        if kernel in _OF_CODES and row.status == MEASURED:
             able[name] = times[name].median
         yield row
     if len(able) > 1 and not bias:
         best = min(able, key=able.__getitem__)
         kernel, algorithm = best.partition(_SEPARATOR)[0], listed.get(best)
-        bench.choices.append(Choice(format, shape, kernel, algorithm))
+        bench.fastest.append(FastestGemm(format, shape, kernel, algorithm))
 
 
 def _algorithms(
@@ -169,9 +170,9 @@ def _disagreement(results: Mapping[str, torch.Tensor], name: str, usual: str) ->
 def _predicted_product(
     sheet: Device | None, format: str, shape: tuple[int, int, int], name: str
 ) -> float | None:
-    if sheet is None or (sheet.emulates and name in CANDIDATES):
+    if sheet is None or (sheet.emulates and name in _OF_CODES):
         return None
-    layer = Layer(*shape, emulated=name not in CANDIDATES)
+    layer = Layer(*shape, emulated=name not in _OF_CODES)
     steps = recipe_steps(resolve(_RECIPE_OF[format]), layer, ["fprop"])
     asked = [s for s in steps if s.what == "gemm"]
     # By a launch of their own: no quantizer is there whose last one could.

@@ -13,15 +13,14 @@ first_launch.py   the first large product of an algorithm or tile, compared with
 operands.py       what they require of their operands
 swizzle.py        scales in the order that fp4 tensor cores read
 
-They are tried in this order: a later registration comes first. Where `q2compile bench` has measured
-which is faster (remembered.py), that one is tried first.
+They are tried in this order: a later registration comes first.
 """
 
 from q2compile.runtime_kernels.cuda.gemm import cuda_bf16  # isort: skip
 from q2compile.runtime_kernels.cuda.gemm import triton_fp4  # isort: skip
 from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4  # isort: skip
 from q2compile.runtime_kernels.cuda.gemm import scaled_mm  # isort: skip
-from q2compile.runtime_kernels.cuda.gemm import grouped_bf16, grouped_mm, remembered  # isort: skip
+from q2compile.runtime_kernels.cuda.gemm import grouped_bf16, grouped_mm  # isort: skip
 from q2compile.runtime_kernels.cuda.gemm import grouped_triton_fp4  # isort: skip
 
 __all__ = [
@@ -30,7 +29,6 @@ __all__ = [
     "grouped_bf16",
     "grouped_mm",
     "grouped_triton_fp4",
-    "remembered",
     "scaled_mm",
     "triton_fp4",
 ]

@@ -10,8 +10,8 @@ torch 2.11 to 2.15, ATen/native/cuda/ScaledBlas.cpp and ATen/cuda/CUDABlas.cpp):
                reuse on that stream before the product has run.
     look-up    torch asks cuBLASLt's heuristic for an algorithm, and makes and frees seven
                descriptors, at every call. Here once for each kind of product.
-    algorithm  torch takes the first. `q2compile bench` times the first eight, and the fastest is
-               taken from then on (remembered.py), wherever the heuristic lists it for a product.
+    algorithm  torch takes the first. So does this file, except that `q2compile bench` has it run
+               each of the first eight.
     bias       torch does not support one for an fp32 result.
 
 cuBLASLt adds the bias after alpha has scaled the sums. Its matrices are column-major: ours is the
@@ -31,7 +31,6 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from q2compile.runtime_kernels.cuda.gemm.operands import ALIGNMENT
-from q2compile.runtime_kernels.cuda.gemm.remembered import remembered_algorithm
 from q2compile.runtime_kernels.cuda.jit.launch import LaunchError, empty
 from q2compile.runtime_kernels.cuda.recent_launches import note
 from q2compile.runtime_kernels.cuda.versions import cublaslt as library
@@ -245,16 +244,13 @@ def planned(product: Product) -> Plan:
 
 
 def plan(product: Product, wanted: Sequence[int] | None = None) -> Plan:
-    """Chooses the algorithm that a product runs by from now on, if the heuristic lists it.
+    """Chooses the algorithm that a product runs by from now on.
 
-    wanted: None for the one that `q2compile bench` found the fastest at the nearest shape, or
-        else the first of the heuristic's.
+    wanted: None for the first that the heuristic lists; another is taken if it is listed.
 
     Raises:
         LaunchError: as `run`.
     """
-    if wanted is None and product.operand == E2M1:
-        wanted = remembered_algorithm(*product[:4])
     found = Plan(product, wanted)
     if len(_PLANS) >= _MOST_PLANS:
         _PLANS.clear()

@@ -26,7 +26,7 @@ from torch.distributed.tensor import (
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from q2compile import explain
-from q2compile.linear.tensor_parallel import Plan, smallest_part
+from q2compile.linear.tensor_parallel import ShardingPlan, smallest_part
 from q2compile.report.report import Report
 from q2compile.torch_internals.aot_autograd import aot_eager_compile
 
@@ -194,8 +194,8 @@ def test_the_plan() -> None:
     x = distribute_tensor(torch.randn(BATCH, SEQ, K), mesh, [S0, S2])
     w = distribute_tensor(torch.randn(N, K), mesh, [R, S1])
     bias = distribute_tensor(torch.randn(N), mesh, [R, R])
-    plan = Plan.of(x, w, bias)
-    assert isinstance(plan, Plan)
+    plan = ShardingPlan.of(x, w, bias)
+    assert isinstance(plan, ShardingPlan)
     assert (plan.x, plan.bias, plan.y) == ((S0, S2), (R, R), (S0, P))
     assert (plan.grad_x, plan.grad_w, plan.grad_bias) == ((S0, S2), (P, S1), (P, R))
     assert plan.addends == 2
@@ -204,11 +204,11 @@ def test_the_plan() -> None:
 def test_operands_that_do_not_go_together() -> None:
     mesh = mesh_of(1)
     x, w = torch.randn(SEQ, K), distribute_tensor(torch.randn(N, K), mesh, [S0])
-    assert Plan.of(x, w, None) == (
+    assert ShardingPlan.of(x, w, None) == (
         "some of activation, weight and bias are DTensors and some are not"
     )
     elsewhere = distribute_tensor(x, mesh_of(2), [R, R])
-    assert "different device meshes" in str(Plan.of(elsewhere, w, None))
+    assert "different device meshes" in str(ShardingPlan.of(elsewhere, w, None))
 
 
 class ExpertParallel(nn.Module):

@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Properties of a linear layer under each recipe: scaling, bias, the effect of a permutation."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
+
+import paper_tables
+
+import q2compile.linear.dense  # noqa: F401  registers q2::linear
 from q2compile.recipes.published import RECIPES
 from q2compile.recipes.resolve import resolve
-from q2compile.tools.paper_tables import gradients
-from q2compile.tools.paper_tables.gradients import linear, measure_concentration
 
 RECIPES = [name for name in RECIPES if name != "bf16"]
 
@@ -16,7 +22,7 @@ def run(recipe: str, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, global_
     """y, dx and dw, with the same random bits at every call."""
     torch.manual_seed(5)
     leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
-    y = linear(*leaves, resolve(recipe, global_scale))
+    y = torch.ops.q2.linear(*leaves, None, *resolve(recipe, global_scale).texts(), 0)
     return y.detach(), *torch.autograd.grad(y, leaves, dy)
 
 
@@ -69,11 +75,10 @@ def test_a_gradient_of_zeros_gives_zeros(recipe):
 
 def last_gains(monkeypatch, variant: str) -> list[float]:
     """Bits gained by the mean gradient from 16 to 64 draws: 1 without bias."""
-    monkeypatch.setattr(gradients, "WIDTH", 64)
-    spec = gradients.VARIANTS[variant]
-    monkeypatch.setattr(gradients, "VARIANTS", {variant: spec})
-    rows = {r.draws: r.bits for r in measure_concentration("pow2", 64, "cpu")}
-    return [after - before for before, after in zip(rows[16], rows[64], strict=True)]
+    monkeypatch.setattr(paper_tables, "WIDTH", 64)
+    rows = paper_tables.measure_concentration(variant, "pow2", 64, "cpu")
+    before, after = (row for row in rows if row["draws"] in (16, 64))
+    return [after[name] - before[name] for name in ("W1", "W2", "W3")]
 
 
 @pytest.mark.parametrize("recipe", ["quartet2", "tetrajet2", "mxfp4"])

@@ -2,11 +2,39 @@
 """A recipe is data: its three GEMMs as text, options that change it, and changes that
 are rejected."""
 
+import re
+from pathlib import Path
+from typing import get_args
+
 import pytest
 
-from q2compile.recipes.published import RECIPES
+from q2compile.recipes.option_types import RecipeName
+from q2compile.recipes.published import PAPERS, RECIPES
 from q2compile.recipes.recipe import GEMMS, Gemm, parse
 from q2compile.recipes.resolve import resolve
+
+ROOT = Path(__file__).parents[3]
+
+
+def text(file: str) -> str:
+    return (ROOT / file).read_text(encoding="utf-8")
+
+
+def test_every_list_of_recipes_has_each():
+    """In the order of RECIPES, where a reader sees it: types, papers, the README and the guide of
+    options, colors of the report page, examples/paper_tables.py."""
+    row = r"^\| `(\w+)` \| (.*?) +\|"
+    listed = dict(re.findall(row, text("README.md"), re.MULTILINE))
+    assert list(RECIPES) == list(listed) == list(PAPERS) == list(get_args(RecipeName))
+    assert {**listed, "bf16": ""} == {**PAPERS, "bf16": ""}
+    for page in ("README.md", "examples/guides/options.md"):
+        (others,) = re.findall(r'"recipe": "quartet2",  # or (.*), or ', text(page))
+        assert ["quartet2", *others.split(", ")] == list(RECIPES)
+    page = text("q2compile/report/page/static/model.js")
+    colors = re.search(r"KNOWN_RECIPES = \[(.*?)\]", page, re.DOTALL)
+    tables = re.search(r"RECIPES = \((.*)\)", text("examples/paper_tables.py"))
+    for found in (colors, tables):
+        assert {*re.findall(r'"(\w+)"', found.group(1)), "bf16"} == set(RECIPES)
 
 
 def test_quartet2_as_text():

@@ -102,7 +102,7 @@ def test_a_run_on_a_gpu(tmp_path, monkeypatch, fresh_compiler, in_process) -> No
     sizes = {"matrix": (256, 512), "products": ((128, 256, 256),), "linear": (256, 256, 256)}
     monkeypatch.setattr(bench, "ON_GPU", bench.Sizes(**{**vars(ON_CPU), **sizes}))
     out = tmp_path / "bench.jsonl"
-    assert cli.main(["bench", "--no-remember", "--out", str(out)]) == 0
+    assert cli.main(["bench", "--out", str(out)]) == 0
     lines = read(out)
     assert lines[0]["device"]["driver"] and lines[0]["versions"]["cublaslt"].isdigit()
     states = [line["state"] for line in lines if line["kind"] == "state"]
@@ -206,7 +206,7 @@ FIRST, SECOND = (f"{CUBLASLT_FP4} algorithm {i}" for i in range(2))
 def test_the_fastest_candidate_of_each_shape(gpu) -> None:
     own, times, *_ = gpu
     rows = list(measurements.products(own))
-    assert [(c.format, c.shape, c.fastest, c.algorithm) for c in own.choices] == [
+    assert [(c.format, c.shape, c.fastest, c.algorithm) for c in own.fastest] == [
         (format, shape, TRITON_FP4, None) for format in ("nvfp4", "mxfp4") for shape in SHAPES
     ]
     found = {row.name: row for row in rows if row.shape == SHAPES[0]}
@@ -218,10 +218,10 @@ def test_the_fastest_candidate_of_each_shape(gpu) -> None:
     # both operands before a GEMM.
     predicted = [found[f"nvfp4 {name}"].predicted for name in (FIRST, CUDA_BF16)]
     assert predicted == pytest.approx([6.8, 6.8], abs=0.1)
-    own.choices.clear()
+    own.fastest.clear()
     times[SECOND] = 5.0
     list(measurements.products(own))
-    assert [c.algorithm for c in own.choices if c.format == "nvfp4"] == [ALGORITHMS[1]] * 2
+    assert [c.algorithm for c in own.fastest if c.format == "nvfp4"] == [ALGORITHMS[1]] * 2
 
 
 def test_one_candidate_alone_is_not_chosen(gpu) -> None:
@@ -230,7 +230,7 @@ def test_one_candidate_alone_is_not_chosen(gpu) -> None:
     own, _, broken, wrong = gpu
     broken[CUBLASLT_FP4] = NotServedError("it cannot run q2::gemm here: mxfp4", "unsupported")
     rows = list(measurements.products(own))
-    assert own.choices == []
+    assert own.fastest == []
     unserved = [row for row in rows if row.name.endswith(CUBLASLT_FP4)]
     assert {row.why for row in unserved} == {f"NotServedError: {broken[CUBLASLT_FP4]}"}
     assert {(row.microseconds, row.status) for row in unserved} == {(None, UNSUPPORTED)}
@@ -242,25 +242,15 @@ def test_one_candidate_alone_is_not_chosen(gpu) -> None:
     rows = list(measurements.products(own))
     (row,) = [r for r in rows if r.name == f"nvfp4 {TRITON_FP4}" and r.shape == SHAPES[0]]
     assert row.why == "it is wrong: relative error 1.0e+00" and row.microseconds == 6.0
-    assert row.status == FAULT and {c.fastest for c in own.choices} == {CUBLASLT_FP4}
+    assert row.status == FAULT and {c.fastest for c in own.fastest} == {CUBLASLT_FP4}
 
 
-def test_choices_are_remembered_and_said(gpu, monkeypatch, tmp_path) -> None:
+def test_the_fastest_are_said(gpu) -> None:
     own, *_ = gpu
     list(measurements.products(own))
-    kept = []
-
-    def remember(index, choices, date):
-        kept.append((index, list(choices), date))
-        return tmp_path / "gemm-1.json"
-
-    monkeypatch.setattr(command, "remember", remember)
-    said = command._remembered(0, own.choices, "2026-11-22", no_remember=False)
-    assert kept == [(0, own.choices, "2026-11-22")]
-    assert said.startswith("fastest   of 4 products: triton_fp4 at 4; stored in ")
-    assert "may change results by a rounding" in said and "Q2COMPILE_GEMM_CHOICES=off" in said
-    said = command._remembered(0, own.choices, "2026-11-22", no_remember=True)
-    assert said.endswith("triton_fp4 at 4; not stored") and len(kept) == 1
+    line = {"kind": "fastest", "choices": [found._asdict() for found in own.fastest]}
+    assert command._fastest([line]) == "fastest   of 4 products: triton_fp4 at 4"
+    assert command._fastest([]) == ""
 
 
 def test_lines_say_times_in_words() -> None:

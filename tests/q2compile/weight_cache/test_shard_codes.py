@@ -14,6 +14,7 @@ from q2compile.runtime_kernels.numerics.schemes import SCHEMES
 from q2compile.weight_cache import shard_codes
 from q2compile.weight_cache.cache import Form
 from q2compile.weight_cache.shard_codes import Layout
+from tests.support.pairwise import pairwise
 
 # All that quantize a weight in the forward: deterministic, and any global scale.
 OPERANDS = [s.name for s in SCHEMES.values() if not s.stochastic and not s.masked]
@@ -101,25 +102,24 @@ def test_any_blocks(operand: str, ranks: int) -> None:
         assert_same(w, operand, torch.bfloat16, ranks)  # cast by the quantizer
 
 
-@pytest.mark.parametrize(
-    ("shape", "ranks", "dim", "transposed"),
-    [
-        ((4, 32, 64), 2, 0, False),
-        ((3, 32, 64), 2, 0, False),  # half of the last rank's part is padding
-        ((2, 32, 64), 3, 0, False),  # one rank has no expert
-        ((3, 64, 64), 4, 1, False),  # fewer experts than ranks: torchtitan cuts along N
-        ((3, 32, 128), 2, 2, False),
-        ((4, 64, 32), 2, 0, True),  # [E, K, N]
-        ((3, 64, 32), 2, 1, True),
-        ((3, 64, 32), 2, 2, True),
-        ((32, 128), 4, 1, False),
-        ((128, 32), 2, 0, True),  # GPT-2's [K, N]
-        ((128, 32), 2, 1, True),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("operand", OPERANDS)
-def test_any_cut(operand: str, shape, ranks: int, dim: int, transposed: bool) -> None:
+CUTS = [  # shape, ranks, the dimension that is cut, transposed
+    ((4, 32, 64), 2, 0, False),
+    ((3, 32, 64), 2, 0, False),  # half of the last rank's part is padding
+    ((2, 32, 64), 3, 0, False),  # one rank has no expert
+    ((3, 64, 64), 4, 1, False),  # fewer experts than ranks: torchtitan cuts along N
+    ((3, 32, 128), 2, 2, False),
+    ((4, 64, 32), 2, 0, True),  # [E, K, N]
+    ((3, 64, 32), 2, 1, True),
+    ((3, 64, 32), 2, 2, True),
+    ((32, 128), 4, 1, False),
+    ((128, 32), 2, 0, True),  # GPT-2's [K, N]
+    ((128, 32), 2, 1, True),
+]
+
+
+@pytest.mark.parametrize("operand, cut", pairwise(OPERANDS, CUTS), ids=str)
+def test_any_cut(operand: str, cut) -> None:
+    shape, ranks, dim, transposed = cut
     # So large that each part holds whole blocks.
     larger = max(1, shard_codes.scheme_of(operand).block[0] // 16)
     shape = (*shape[:-2], shape[-2] * larger, shape[-1] * larger)
@@ -166,8 +166,7 @@ def test_a_scale_changed_afterwards_would_be_another() -> None:
     assert changed > 0
 
 
-@pytest.mark.parametrize("operand", OPERANDS)
-@pytest.mark.parametrize("value", [0.0, math.inf, math.nan, 1e-45])
+@pytest.mark.parametrize("operand, value", pairwise(OPERANDS, [0.0, math.inf, math.nan, 1e-45]))
 def test_values_of_one_kind(operand: str, value: float) -> None:
     """Zeros on all ranks, or on all but one. A NaN or Inf poisons only its own block."""
     w = torch.zeros(64, 32)

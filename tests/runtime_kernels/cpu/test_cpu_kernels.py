@@ -37,6 +37,7 @@ from q2compile.runtime_kernels.registry import (
 )
 from tests.support import quantizer_calls as calls
 from tests.support.nonfinite import VALUES, assert_same, with_bad
+from tests.support.pairwise import pairwise
 
 assert runtime_kernels  # importing it registers the ops
 q2 = torch.ops.q2
@@ -52,7 +53,6 @@ KINDS = ("normal", "wide", "tiny", "huge", "ties", "zeros")
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 each_scheme = pytest.mark.parametrize("scheme", FLAT)
-each_value = pytest.mark.parametrize("value", VALUES)
 
 
 def matrix(shape: tuple[int, int], dtype: torch.dtype, kind: str = "normal") -> torch.Tensor:
@@ -108,8 +108,7 @@ def quantized(scheme: str, x: torch.Tensor) -> list[torch.Tensor]:
     return select("quantize", call.positional, REFERENCE)(*call.positional)
 
 
-@each_dtype
-@pytest.mark.parametrize("scheme", [*FLAT, *SQUARE])
+@pytest.mark.parametrize("scheme, dtype", pairwise([*FLAT, *SQUARE], DTYPES))
 def test_quantize(scheme: str, dtype: torch.dtype) -> None:
     for index, kind in enumerate(KINDS):
         x = matrix(SHAPES[(index + len(scheme)) % len(SHAPES)], dtype, kind)
@@ -146,8 +145,7 @@ def test_strides_and_empty_operands(scheme: str) -> None:
             agree_call(calls.both(x, *SEEDS, scheme, transform, 1))
 
 
-@pytest.mark.parametrize("form", [SWIZZLED, DEQUANTIZED])
-@each_scheme
+@pytest.mark.parametrize("scheme, form", pairwise(FLAT, [SWIZZLED, DEQUANTIZED]))
 def test_forms(scheme: str, form: str) -> None:
     for dtype, transform in zip(DTYPES, ("none", "rht16", "rht128"), strict=True):
         agree_call(calls.both(matrix((150, 90), dtype), *SEEDS, scheme + form, transform, 3))
@@ -162,16 +160,16 @@ def test_dbias(scheme: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "transform, form", [("none", ""), ("rht32", DEQUANTIZED), ("rht128", ""), ("none", DEQUANTIZED)]
+    "scheme, transform",
+    pairwise([*FLAT, *(s + DEQUANTIZED for s in FLAT)], ["none", "rht32", "rht128"]),
 )
-@each_scheme
-def test_groups(scheme: str, transform: str, form: str) -> None:
+def test_groups(scheme: str, transform: str) -> None:
     offs = torch.tensor([3, 140, 140, 180], dtype=torch.int32)
     ends = {"offs": offs, "padded_offs": q2.padded_ends(offs)}
     x = matrix((200, 72), torch.bfloat16)
-    agree_call(calls.both(x, *SEEDS, scheme + form, transform, 3, **ends))
+    agree_call(calls.both(x, *SEEDS, scheme, transform, 3, **ends))
     codes, scales, unit = quantized("nvfp4_46_pow2", x)
-    agree_call(again("nvfp4_46_pow2", (codes, scales, unit), scheme + form, transform, 72, **ends))
+    agree_call(again("nvfp4_46_pow2", (codes, scales, unit), scheme, transform, 72, **ends))
 
 
 @each_dtype
@@ -246,8 +244,7 @@ def test_gemm(scheme: str, dtype: torch.dtype) -> None:
             agree("gemm", (*a[:2], product, *b[:2], None, None, scheme, scheme, dtype))
 
 
-@each_value
-@each_scheme
+@pytest.mark.parametrize("scheme, value", pairwise(FLAT, VALUES))
 def test_nonfinite(scheme: str, value: float) -> None:
     x = with_bad(matrix((300, 200), torch.bfloat16), value)
     for transform in ("none", "rht128"):

@@ -21,11 +21,13 @@ from q2compile.runtime_kernels.registry import REFERENCE, select
 from q2compile.tools import cli, kernel_rows
 from tests.support import quantizer_calls as made
 from tests.support.emulation.random_bits import close_to_their_random_bits
+from tests.support.pairwise import pairwise
 
 assert runtime_kernels  # importing it registers the ops
 q2 = torch.ops.q2
 pytestmark = pytest.mark.gpu
 
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 POW2, EXACT = "nvfp4_ms_eden_pow2", "nvfp4_ms_eden"
 SEEDS = torch.tensor(-1234567890123456789), torch.tensor(42)
 # Schemes and transforms of the operands that the recipes other than quartet2 quantize.
@@ -90,7 +92,7 @@ def test_rht_quantize(shape, transpose, scheme) -> None:
     agree(made.one(x, SEEDS[0], scheme, "rht128", transpose, 3))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["outliers", "tiny", "ties", "zeros"])
 def test_rht_quantize_both(dtype, kind) -> None:
     x = matrix((520, 392), dtype, kind)
@@ -264,7 +266,7 @@ def test_quantize_masked(shape, scheme) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_masked_unrotate(shape, dtype) -> None:
     mask = made.masked(matrix(shape, torch.bfloat16), "mxfp4_quest", "h32")()[3]
     grad = matrix((shape[0], 8 * mask.shape[1]), dtype)
@@ -273,8 +275,7 @@ def test_masked_unrotate(shape, dtype) -> None:
     assert_same_bits(*run_both("masked_unrotate", shifted, mask, "h32"))
 
 
-@pytest.mark.parametrize("scheme", sorted(SCHEMES))
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("scheme, dtype", pairwise(SCHEMES, DTYPES))
 def test_dequantize(scheme, dtype) -> None:
     spec = get_scheme(scheme)
     x = matrix((200, 264), torch.bfloat16)

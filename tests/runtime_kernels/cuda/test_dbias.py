@@ -16,6 +16,7 @@ from q2compile.runtime_kernels.ops.table import QuantizerCall
 from q2compile.runtime_kernels.registry import select
 from tests.support import quantizer_calls as calls
 from tests.support.emulation.on_cpu import assert_same_bits, launches_on_cpu, matrix
+from tests.support.pairwise import pairwise
 
 emulated = pytest.mark.usefixtures("on_cpu")
 
@@ -131,9 +132,14 @@ def on_gpu(call: QuantizerCall) -> list[torch.Tensor]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [BF16, FP32])
-@pytest.mark.parametrize("scheme", checked_cases.CHECKED[checked_cases.BOTH._replace(dbias=True)])
-@pytest.mark.parametrize("shape", [(128, 128), (300, 201), (33, 517), (1, 1), (8200, 1000)])
+@pytest.mark.parametrize(
+    "scheme, dtype, shape",
+    pairwise(
+        checked_cases.CHECKED[checked_cases.BOTH._replace(dbias=True)],
+        [BF16, FP32],
+        [(128, 128), (300, 201), (33, 517), (1, 1), (8200, 1000)],
+    ),
+)
 def test_on_a_gpu(shape, scheme, dtype) -> None:
     """Run after run: the order of the sums is fixed."""
     call = calls.both(matrix(*shape), *SEEDS, scheme, "rht128", 3, dbias=dtype)

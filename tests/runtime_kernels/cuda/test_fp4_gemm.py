@@ -26,6 +26,7 @@ from q2compile.runtime_kernels.cuda.jit.launch import LaunchError
 from q2compile.runtime_kernels.numerics.scaled_codes import scaled_codes
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED, get_scheme
 from q2compile.runtime_kernels.registry import KernelWarning, select, serving
+from tests.support.pairwise import pairwise
 from tests.support.pretended_gpu import on_gpu
 from tests.support.swizzled_operands import dequantized, swizzled
 
@@ -85,10 +86,16 @@ def arguments(m, n, k, bias=None, dtype=BF16, schemes=(SCHEME, SCHEME)):
     return (*packed, bias, *schemes, dtype)
 
 
-@pytest.mark.parametrize("m, n, k", [(128, 128, 256), (1, 200, 80), (33, 5, 48), (130, 264, 288)])
-@pytest.mark.parametrize("dtype, bias", [(BF16, None), (BF16, BF16), (FP16, FP16), (FP32, None)])
-@pytest.mark.parametrize("scheme", [SCHEME, "nvfp4_46", "nvfp4_16x16", SCHEME + SWIZZLED])
-def test_products_are_the_references(products, m, n, k, dtype, bias, scheme):
+SIZES = [(128, 128, 256), (1, 200, 80), (33, 5, 48), (130, 264, 288)]
+RESULTS = [(BF16, None), (BF16, BF16), (FP16, FP16), (FP32, None)]  # dtype, that of a bias
+
+
+@pytest.mark.parametrize(
+    "sizes, result, scheme",
+    pairwise(SIZES, RESULTS, [SCHEME, "nvfp4_46", "nvfp4_16x16", SCHEME + SWIZZLED]),
+)
+def test_products_are_the_references(products, sizes, result, scheme):
+    (m, n, k), (dtype, bias) = sizes, result
     schemes = (SCHEME + SWIZZLED if scheme.endswith(SWIZZLED) else SCHEME, scheme)
     args = arguments(m, n, k, None if bias is None else torch.randn(n).to(bias), dtype, schemes)
     got, want = cublaslt_fp4.gemm_fp4(*args), torch.ops.q2.gemm(*args)
@@ -233,7 +240,6 @@ def library(monkeypatch):
     def put(**settings):
         made = Library(**settings)
         monkeypatch.setattr(cublaslt, "library", lambda: made)
-        monkeypatch.setattr(cublaslt, "remembered_algorithm", lambda *at: None)
         handle = ctypes.c_void_p(77), ctypes.c_void_p(88)
         monkeypatch.setattr(cublaslt, "handle", lambda index: handle)
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 99, raising=False)
@@ -281,19 +287,17 @@ def test_no_algorithm_is_an_error_that_has_another_kernel_serve(library, setting
         cublaslt.run(Product(0, 8, 16, 32, BF16, None), (None,) * 2, (None,) * 2, None, None, None)
 
 
-def test_the_algorithm_that_was_the_fastest_is_taken_where_it_is_listed(library, monkeypatch):
+def test_the_algorithm_that_is_asked_for_is_taken_where_it_is_listed(library):
     """Its attributes identify it: another product may list it elsewhere, or not at all."""
     told = library(found=3)
     product = Product(0, 130, 208, 288, BF16, None)
     first, second, third = (cublaslt.Algorithm(*[place] * 8, -1) for place in range(3))
     for wanted, taken in ((None, first), (third, third), (list(second), second), ((9,) * 9, first)):
-        monkeypatch.setattr(cublaslt, "remembered_algorithm", lambda *at, w=wanted: w)
-        assert cublaslt.plan(product).algorithm == taken
+        assert cublaslt.plan(product, wanted).algorithm == taken
         operand = torch.zeros(16), torch.zeros(16)
         cublaslt.run(product, operand, operand, torch.zeros(()), None, torch.zeros(16))
         assert told.algorithms[-1] == taken.id
     assert cublaslt.plan(product).algorithms == [first, second, third]
-    assert cublaslt.plan(product, third).algorithm == third  # asked for by name
 
 
 def test_without_cublaslt_the_reason_is_told(monkeypatch):
@@ -391,10 +395,10 @@ FORMATS = {"nvfp4": "nvfp4_46_pow2", "mxfp4": "mxfp4_rtn"}
 CAPABILITIES = [(10, 0), (10, 3), (12, 0), (12, 1), (9, 0), (8, 9), (10, 1), (11, 0), (13, 0)]
 
 
-@pytest.mark.parametrize("triton", [None, (3, 6), (3, 8)])
-@pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("format_", FORMATS)
-@pytest.mark.parametrize("op", ["gemm", "grouped_gemm"])
+@pytest.mark.parametrize(
+    "capability, triton, format_, op",
+    pairwise(CAPABILITIES, [None, (3, 6), (3, 8)], FORMATS, ["gemm", "grouped_gemm"]),
+)
 def test_order(gpu, monkeypatch, capability, triton, format_, op):
     """mxfp4 and groups never use cuBLASLt. Unknown GPUs get bf16, never the reference. Triton's
     kernel is used where tl.dot_scaled multiplies codes."""

@@ -8,6 +8,7 @@ import torch
 from q2compile import quantize
 from q2compile.runtime_kernels.numerics.formats import decode_e2m1
 from q2compile.runtime_kernels.numerics.schemes import SCHEMES
+from tests.support.pairwise import pairwise
 
 ALL = pytest.mark.parametrize("name", SCHEMES)
 NVFP4 = [name for name, s in SCHEMES.items() if s.format == "nvfp4"]
@@ -56,8 +57,7 @@ def test_nan_of_any_payload_is_poison(name):
         assert nan[2, first : first + width].all() and nan.sum() == rows * width
 
 
-@ALL
-@pytest.mark.parametrize("exponent", [-100, -30, 30, 100])
+@pytest.mark.parametrize("name, exponent", pairwise(SCHEMES, [-100, -30, 30, 100]))
 def test_powers_of_two_scale_exactly(name, exponent):
     """Trap 2: no floor under a scale: x * 2^j has the codes of x, and its values times 2^j."""
     x = torch.randn(32, 128)
@@ -66,8 +66,7 @@ def test_powers_of_two_scale_exactly(name, exponent):
     assert torch.equal(one.dequantize() * 2.0**exponent, other.dequantize())
 
 
-@ALL
-@pytest.mark.parametrize("magnitude", [1e-30, 1e-9, 1e30])
+@pytest.mark.parametrize("name, magnitude", pairwise(SCHEMES, [1e-30, 1e-9, 1e30]))
 def test_extreme_magnitudes_lose_nothing(name, magnitude):
     x = torch.randn(64, 128, dtype=torch.float64)
     small = (x * magnitude).float()
@@ -113,8 +112,7 @@ def test_ties_go_to_even_codes(name):
     assert decode_e2m1(q.codes)[0, :8].tolist() == [6, 0, 1, 1, 2, 2, 4, 4]
 
 
-@ALL
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name, dtype", pairwise(SCHEMES, [torch.bfloat16, torch.float16]))
 def test_16_bit_inputs_are_their_fp32_values(name, dtype):
     x = torch.randn(16, 64).to(dtype)
     one, other = quantize(x, name, seed=1), quantize(x.float(), name, seed=1)
@@ -132,9 +130,10 @@ def test_any_strides(name):
         assert torch.equal(one.scales.view(torch.uint8), other.scales.view(torch.uint8))
 
 
-@pytest.mark.parametrize("name", ONE_ROW)
-@pytest.mark.parametrize("shape", [(0, 64), (64, 0), (0, 0), (1, 1), (33, 7), (7, 130)])
-@pytest.mark.parametrize("transpose", [False, True])
+SHAPES = [(0, 64), (64, 0), (0, 0), (1, 1), (33, 7), (7, 130)]
+
+
+@pytest.mark.parametrize("name, shape, transpose", pairwise(ONE_ROW, SHAPES, [False, True]))
 def test_any_shape(name, shape, transpose):
     """Trap 14 and 10: no tokens, an odd number of them, a contraction of no whole block."""
     x = torch.randn(shape)

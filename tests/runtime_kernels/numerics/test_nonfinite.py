@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A NaN or Inf poisons its own blocks and nothing else, for every scheme and op (blocks.py)."""
 
-from itertools import product
-
 import pytest
 import torch
 
@@ -12,6 +10,7 @@ from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SCHEMES, SWI
 from q2compile.runtime_kernels.numerics.transforms import TRANSFORMS, get_transform
 from tests.support import quantizer_calls as calls
 from tests.support.nonfinite import VALUES, poisoned_elements, spread, with_bad
+from tests.support.pairwise import pairwise
 
 q2 = torch.ops.q2
 ONE_ROW = [name for name, s in SCHEMES.items() if s.block[0] == 1]
@@ -39,8 +38,7 @@ def assert_others_as_without(parts, clean, expected, scheme: str) -> None:
     assert torch.equal(got.view(torch.int32), want.view(torch.int32))
 
 
-@pytest.mark.parametrize("value", VALUES)
-@pytest.mark.parametrize("scheme", EVERY_FORM)
+@pytest.mark.parametrize("scheme, value", pairwise(EVERY_FORM, VALUES))
 def test_quantize(scheme, value) -> None:
     spec, x = get_scheme(scheme), matrix()
     bad = with_bad(x, value)
@@ -53,14 +51,9 @@ def test_quantize(scheme, value) -> None:
     assert_others_as_without(parts, clean, expected, scheme)
 
 
-# Any two of scheme, transform, direction and value meet.
-ROTATED = [
-    (scheme, transform, bool((i + j) % 2), VALUES[(i + j // 2) % len(VALUES)])
-    for (i, scheme), (j, transform) in product(enumerate(ONE_ROW), enumerate(TRANSFORMS))
-]
-
-
-@pytest.mark.parametrize("scheme, transform, transpose, value", ROTATED)
+@pytest.mark.parametrize(
+    "scheme, transform, transpose, value", pairwise(ONE_ROW, TRANSFORMS, [False, True], VALUES)
+)
 def test_rht_quantize(scheme, transform, transpose, value) -> None:
     bad = with_bad(matrix(), value)
     expected = spread(~(bad.t() if transpose else bad).isfinite(), scheme, transform)
@@ -145,7 +138,7 @@ def test_amax_of_the_finite_elements() -> None:
             assert q2.amax(torch.full((4, 4), value, dtype=dtype)) == 0
 
 
-@pytest.mark.parametrize("scheme", EVERY_FORM)
+@pytest.mark.parametrize("scheme", [scheme for (scheme,) in pairwise(EVERY_FORM)])
 def test_nothing_but_nan(scheme) -> None:
     """No finite number is left to scale by."""
     spec, x = get_scheme(scheme), torch.full((32, 64), torch.nan)

@@ -7,6 +7,7 @@ import torch
 import q2compile.runtime_kernels  # noqa: F401
 from q2compile import quantize
 from q2compile.runtime_kernels.numerics.schemes import SCHEMES
+from tests.support.pairwise import pairwise
 
 q2 = torch.ops.q2
 
@@ -26,8 +27,9 @@ def exact(a, b, bias):
     return result, magnitude * x.shape[1] * 2.0**-24
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    "scheme, dtype", pairwise(SCHEMES, [torch.bfloat16, torch.float32, torch.float16])
+)
 def test_error_is_that_of_fp32_sums_and_one_rounding(scheme, dtype):
     a = quantize(torch.randn(33, 200), scheme, seed=1)
     b = quantize(torch.randn(48, 200), scheme, seed=2)

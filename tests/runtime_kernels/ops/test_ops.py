@@ -2,6 +2,7 @@
 """The ops of namespace q2: fakes agree with real outputs, shapes may be symbolic, errors say what
 to do."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -11,10 +12,12 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.library import opcheck
 
 import q2compile.runtime_kernels  # noqa: F401
+from q2compile import quantize
 from q2compile.runtime_kernels import registry
 from q2compile.runtime_kernels.numerics.schemes import SCHEMES
 from q2compile.runtime_kernels.ops.table import QuantizerCall
 from tests.support import quantizer_calls as calls
+from tests.support.oracle import relative_error
 
 q2 = torch.ops.q2
 SEED = torch.tensor(5)
@@ -86,6 +89,31 @@ def test_rht_quantize(scheme, transform, transpose):
 def test_requantize(source):
     parts = quantized(source)
     check(calls.again(*parts, SEED, source, "nvfp4_ms_eden_pow2", "rht128", 40, 1))
+
+
+@pytest.mark.parametrize("scale", ["", "_pow2"])
+def test_requantize_is_the_long_way_or_as_good(scale):
+    """The long way is to quantize the transposed dequantized matrix with the same seed. Where the
+    source's global scale is a power of two, that is the same numbers. Any other is applied after
+    the block scales are cut to 4 bits, so other codes are as good; 2000 blocks scatter by 1%."""
+    source, scheme, seed = f"nvfp4_46{scale}", f"nvfp4_ms_eden{scale}", torch.tensor(0)
+    x = torch.randn(512, 512, generator=torch.Generator().manual_seed(0))
+    q = quantize(x, source)
+    values = q.dequantize()
+    long_way = quantize(values, scheme, transform="rht128", transpose=True, seed=seed)
+    found = torch.ops.q2.requantize(
+        *(q.codes, q.scales, q.global_scale),
+        source_scheme=source,
+        scheme=scheme,
+        transform="rht128",
+        rows=512,
+        columnwise_seed=seed,
+    )
+    short = replace(long_way, codes=found[0], scales=found[1], global_scale=found[2])
+    if scale:
+        assert torch.equal(short.dequantize(), long_way.dequantize())
+    one, other = (relative_error(t.dequantize(), values) for t in (short, long_way))
+    assert one == pytest.approx(other, rel=0.02)
 
 
 def test_quantize_masked_and_masked_unrotate():

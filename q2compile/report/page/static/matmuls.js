@@ -245,28 +245,6 @@ class Matmuls {
     this.filters.text = text.trim().toLowerCase();
     this.update();
   }
-
-  // Opens one matmul, whatever the filters are, and brings it into sight.
-  reveal(place) {
-    const row = this.data.rows[place];
-    if (!this.matches(row)) {
-      byId("search").value = "";
-      this.narrow({ text: "" });
-    }
-    this.products ||= !row.has_parameter;
-    let key = row.group;
-    if (this.rows.some((other) => other !== row && other.group === key)) {
-      this.apart.add(key);
-      key += `#${place}`;
-    }
-    this.opened.add(key);
-    this.update();
-    const opener = [...this.table.querySelectorAll(".opener")].find(
-      (element) => element.dataset.key === key,
-    );
-    opener.closest("tr").scrollIntoView({ block: "start" });
-    opener.focus({ preventScroll: true });
-  }
 }
 
 // Whether a matmul's names contain all words of a search.

@@ -2,7 +2,15 @@
 // The report's rows as the page uses them, and the tree of modules with equal layers folded.
 
 const GEMMS = { fprop: ["x", "w", "y"], dgrad: ["dy", "w", "dx"], wgrad: ["dy", "x", "dw"] };
-const KNOWN_RECIPES = ["quartet2", "nvfp4", "quartet", "mxfp4", "tetrajet2", "mxfp4_2d"];
+const KNOWN_RECIPES = [
+  "quartet2",
+  "nvfp4",
+  "quartet",
+  "mxfp4",
+  "tetrajet2",
+  "mxfp4_2d",
+  "quartet2_search",
+];
 const SERIES = 8;
 // Rows of a layer: of the graph that it is counted by, and of others.
 const PARTS = ["the model", "other shapes", "inference"];

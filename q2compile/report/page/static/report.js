@@ -8,7 +8,6 @@ function startReport() {
     graphs = null;
   const links = {
     module: (path) => tree.reveal(path),
-    matmul: (place) => matmuls.reveal(place),
     node: (row) => graphs.revealRow(row),
   };
   const filterBy = (filters) => {
