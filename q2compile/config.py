@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, ClassVar, Literal, TypedDict
 
 from q2compile.errors import ConfigError, naming, one_of, shown
 from q2compile.recipes.option_types import PolicyValue, RecipeChange, RecipeName
@@ -183,6 +183,8 @@ class Config:
     seed: int | None = None
     telemetry: TelemetryMapping | None = None
 
+    _has_read_file: ClassVar[bool] = False
+
     def __new__(cls, *_: Any, **options: Any) -> Config:
         cls._check_names(options)  # Python's own error for an unknown one names no right one
         return super().__new__(cls)
@@ -306,6 +308,12 @@ class Config:
         asked = {**inductor_options_of_mode(self.mode), **self.inductor}
         return bool(asked.get("triton.cudagraphs", False))
 
+    @property
+    def given(self) -> dict[str, Any]:
+        """The options that differ from their defaults."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {f.name: values[f.name] for f in fields(self) if values[f.name] != f.default}
+
     @cached_property
     def resolved_policy(self) -> Policy:
         return Policy.build(self.recipe, self.policy, self.global_scale)
@@ -319,13 +327,16 @@ class Config:
         cls, options: Mapping[str, Any] | Config | None = None, mode: str | None = None
     ) -> Config:
         """The Config of torch.compile's ``options`` and ``mode`` over the file that
-        Q2COMPILE_CONFIG names. An option given here replaces the file's of the same name.
+        Q2COMPILE_CONFIG names. An option given here replaces the file's of the same name. Options of
+        a Config that have their default count as not given.
 
         Raises ValueError for an unknown key or value, saying what came, what is allowed, and the
         nearest right name.
         """
         if isinstance(options, Config):
-            return options
+            if options._has_read_file or not _read_config_file():
+                return options
+            options = options.given
         if not isinstance(options, Mapping | None):
             raise ConfigError(f"options: got {shown(options)}; allowed: a mapping or a Config")
         given = dict(options or {})
@@ -333,7 +344,9 @@ class Config:
             given["mode"] = mode
         of_file = {key: v for key, v in _read_config_file().items() if key not in given}
         try:
-            return cls._of({**of_file, **given})
+            config = cls._of({**of_file, **given})
+            object.__setattr__(config, "_has_read_file", True)  # not read again over these options
+            return config
         except ConfigError:
             with naming(f"{CONFIG_FILE_VARIABLE}={os.environ.get(CONFIG_FILE_VARIABLE)}"):
                 cls._of(of_file)  # raises if the file alone is at fault

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import fields
 from functools import cache
 from typing import Any
 
@@ -48,9 +47,7 @@ class RunFacts:
 
 def _given(config: Config) -> dict[str, Any]:
     """Options that differ from the defaults, as JSON; objects that JSON lacks by their repr."""
-    values = {f.name: getattr(config, f.name) for f in fields(config)}
-    given = {f.name: values[f.name] for f in fields(config) if values[f.name] != f.default}
-    plain = {k: dict(v) if isinstance(v, Mapping) else v for k, v in given.items()}
+    plain = {k: dict(v) if isinstance(v, Mapping) else v for k, v in config.given.items()}
     read: dict[str, Any] = json.loads(json.dumps(plain, default=repr))
     return read
 

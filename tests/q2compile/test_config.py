@@ -157,6 +157,9 @@ def test_the_config_file_is_the_base_and_options_win(tmp_path, monkeypatch, kind
     monkeypatch.setenv(CONFIG_FILE_VARIABLE, str(path))
     config = Config.from_options({"strict": False})
     assert (config.recipe, config.strict) == ("bf16", False)
+    assert Config.from_options(config) is config  # the file is not read again over these options
+    over = Config.from_options(Config(recipe="nvfp4"))
+    assert (over.recipe, over.strict, over.policy) == ("nvfp4", True, config.policy)
     assert list(config.policy) == ["*", "a"]
     assert config.resolved_policy.resolve("a")[1] == "a"
 
