@@ -327,8 +327,8 @@ class Config:
         cls, options: Mapping[str, Any] | Config | None = None, mode: str | None = None
     ) -> Config:
         """The Config of torch.compile's ``options`` and ``mode`` over the file that
-        Q2COMPILE_CONFIG names. An option given here replaces the file's of the same name. Options of
-        a Config that have their default count as not given.
+        Q2COMPILE_CONFIG names. An option given here replaces the file's of the same name. An option
+        of a Config that has its default counts as not given.
 
         Raises ValueError for an unknown key or value, saying what came, what is allowed, and the
         nearest right name.

@@ -19,6 +19,7 @@ said otherwise. Names, and the rows that each makes:
                     llama_8b_step_kept: recompute_weights=False. Each with its peak memory and the
                     time of its first step with empty caches
     8b_unfused      llama_8b_step_unfused: fuse_rotations=False, likewise
+    8b_fp8          fp8_8b_step, quartet2_fp8_8b_step: those recipes, likewise
     fused           fused_llama_step, fused_llama_first_step: `llama` with fuse_rotations over
                     without; the first step with warm caches of kernels
     host            host_us_per_call: microseconds of the host for an op of two launches in a
@@ -458,6 +459,7 @@ _8B: dict[str, dict[str, Any]] = {
     "llama_8b_step_kept": {"recompute_weights": False},
 }
 _UNFUSED = {"llama_8b_step_unfused": {"fuse_rotations": False}}
+_FP8 = {f"{name}_8b_step": {"recipe": name} for name in ("fp8", "quartet2_fp8")}
 _GRAPHS = {"llama_30m_64x512_graphs": "quartet2"}
 BENCHMARKS = {
     "linears": Benchmark(linears, "models.json"),
@@ -471,6 +473,7 @@ BENCHMARKS = {
     ),
     "8b": Benchmark(partial(large_llama, variants=_8B), "steps.json"),
     "8b_unfused": Benchmark(partial(large_llama, variants=_UNFUSED), "steps.json"),
+    "8b_fp8": Benchmark(partial(large_llama, variants=_FP8), "steps.json"),
     "fused": Benchmark(fused_llama, "fusion.json"),
     "host": Benchmark(host, "steps.json"),
     "moe": Benchmark(moe, "moe.json"),

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """q2::gemm of fp8 operands by torch._scaled_mm, on fp8 tensor cores.
 
-The sums are exact in the way of a BF16 GEMM (use_fast_accum=False): fast accumulation keeps some 14
-bits between instructions, and gains under 2% of a step (KERNEL_LOG.md). The rows of the second
-operand are padded to a multiple of 16 and the result is cut.
+The sums are as exact as a BF16 GEMM's (use_fast_accum=False). Fast accumulation, which keeps fewer
+bits between instructions, would gain about 2% of a step (examples/benchmarks/KERNEL_LOG.md). The
+rows of the second operand are padded to a multiple of 16, and the result is cut.
 """
 
 import torch
