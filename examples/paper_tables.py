@@ -65,7 +65,10 @@ CONCENTRATION_FLOORS = {
     256: (5.9, 6.5, 8.1),
     4096: (7.6, 8.2, 8.9),
 }
-RECIPES = ("quartet2", "quartet2_search", "nvfp4", "quartet", "mxfp4", "mxfp4_2d", "tetrajet2")
+RECIPES = (
+    *("quartet2", "quartet2_search", "nvfp4", "quartet", "mxfp4", "mxfp4_2d", "tetrajet2"),
+    *("fp8", "quartet2_fp8"),
+)
 _BACKWARD = {"dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
 
 

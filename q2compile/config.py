@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 from q2compile.errors import ConfigError, naming, one_of, shown
 from q2compile.recipes.option_types import PolicyValue, RecipeChange, RecipeName
@@ -183,7 +183,7 @@ class Config:
     seed: int | None = None
     telemetry: TelemetryMapping | None = None
 
-    _has_read_file: ClassVar[bool] = False
+    _has_read_file = False  # no option: the file of Q2COMPILE_CONFIG is part of this Config
 
     def __new__(cls, *_: Any, **options: Any) -> Config:
         cls._check_names(options)  # Python's own error for an unknown one names no right one

@@ -54,7 +54,7 @@ class StageError(BackendError, RuntimeError):
         self.stage, self.graph, self.reproducer = stage, graph, reproducer
 
 
-# What other libraries call our names.
+# The names that other libraries give to ours.
 _SYNONYMS = {
     "fwd": "fprop",
     "forward": "fprop",

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inductor kernels of scheme fp8 (runtime_kernels/numerics/fp8.py): its quantizer, whose two
-directions come from one read of x, and the dequantized and the transposed matrix.
+operands come from one read of x, and the dequantized and the transposed matrix.
 
 All are pointwise, so Inductor fuses them with what produces x, and chooses tiles that read and
-write whole lines in both directions.
+write whole lines rowwise and columnwise.
 """
 
 from __future__ import annotations

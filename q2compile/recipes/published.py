@@ -99,7 +99,7 @@ RECIPES = {
             wgrad="rht128>nvfp4_sr @ requantize>rht128>nvfp4_sr",
         ),
         # FP8 (arXiv 2209.05433) in all three GEMMs: e4m3, round to nearest, one power-of-two scale
-        # for each tensor, which serves both directions.
+        # for each tensor, which serves rowwise and columnwise.
         #   y  = Q8(x) Q8(w)ᵀ
         #   dx = Q8(dy) Q8(w)                        the same codes of w
         #   dw = Q8(dy)ᵀ Q8(x)                       the same codes of dy and x

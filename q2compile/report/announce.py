@@ -119,7 +119,8 @@ def _of_weights(rows: Sequence[Row]) -> list[Row]:
 
 
 def _level(rows: Sequence[Row]) -> int:
-    """Of the line for a graph: a warning if no matmul was taken of those that the policy wants."""
+    """The level of the line for a graph: a warning if no matmul was taken of those that the policy
+    wants."""
     is_missed = any(row.wanted for row in rows) and not any(row.taken for row in rows)
     return logging.WARNING if is_missed else logging.INFO
 

@@ -7,6 +7,7 @@ import operator
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import fx
 
 from q2compile.capture.node_meta import SALT
@@ -33,8 +34,9 @@ def count_saved(graph: fx.Graph, rows: list[Row]) -> None:
         value = node.meta["val"]
         bytes_of[_salt(op)] += _concrete(value.numel()) * value.element_size()
         if node.args[1] == 0:  # the codes stand for the elements of what was quantized
-            packed = 2 if is_q2(op, TRANSPOSE) else 1
-            elements_of[_salt(op)] += packed * _concrete(op.args[0].meta["val"].numel())
+            source = op.args[0].meta["val"]
+            pairs = is_q2(op, TRANSPOSE) and source.dtype == torch.uint8  # two codes in each
+            elements_of[_salt(op)] += (2 if pairs else 1) * _concrete(source.numel())
     for row in rows:
         if row.taken and row.salt in salts:
             row.saved_bytes, row.saved_elements = bytes_of[row.salt], elements_of[row.salt]

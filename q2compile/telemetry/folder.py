@@ -178,8 +178,8 @@ class Folder:
         lines: list[Row] = []
         if not self._started:
             self._start(rank)
-            if self.path not in _State.begun:  # by other options for the same model
-                _State.begun.add(self.path)
+            if self.path not in _Folders.begun:  # by other options for the same model
+                _Folders.begun.add(self.path)
                 lines.append(self._header(rank))
         lines += rows
         if finding is not None:
@@ -261,7 +261,7 @@ def flush() -> None:
             folder.flush()
 
 
-class _State:
+class _Folders:
     """The folders in use. A forked process inherits this, and knows its own by the process in keys.
 
     asked_for  the folders that options name
@@ -280,7 +280,7 @@ def make(options: TelemetryOptions) -> None:
     """A graph was compiled with these options. Raises ConfigError where their folder can't be."""
     path = Path(options.to).absolute()
     _make(path)
-    _State.asked_for[os.getpid(), path] = None
+    _Folders.asked_for[os.getpid(), path] = None
 
 
 def _make(path: Path) -> None:
@@ -296,17 +296,17 @@ def _inside(options: TelemetryOptions, clock: Clock) -> str:
     """Where in the folder a model's records go, "" for the folder itself."""
     path = Path(options.to).absolute()
     key = os.getpid(), path
-    if key not in _State.locks:
-        _State.locks[key] = locked(path / f".rank{process_rank()}")
-        if _State.locks[key] is None:
+    if key not in _Folders.locks:
+        _Folders.locks[key] = locked(path / f".rank{process_rank()}")
+        if _Folders.locks[key] is None:
             warnings.warn(
                 f"q2compile: telemetry: another process records into {path}; the records of this "
                 f"one go to {path / _process()}",
                 TelemetryWarning,
                 stacklevel=2,
             )
-    own = Path() if _State.locks[key] else Path(_process())
-    models = _State.models.setdefault(key, [])
+    own = Path() if _Folders.locks[key] else Path(_process())
+    models = _Folders.models.setdefault(key, [])
     if clock not in models:
         models.append(clock)
     number = 1 + models.index(clock)
@@ -324,10 +324,10 @@ def _process() -> str:
 def forget() -> None:
     """As in a new process: no folder is in use."""
     Folder._open.clear()
-    for lock in _State.locks.values():
+    for lock in _Folders.locks.values():
         if lock is not None:
             lock.close()
-    for known in (_State.asked_for, _State.models, _State.locks, _State.begun):
+    for known in (_Folders.asked_for, _Folders.models, _Folders.locks, _Folders.begun):
         known.clear()
 
 
@@ -336,7 +336,7 @@ def _at_exit() -> None:
     for (process, *_), folder in Folder._open.items():
         if process == os.getpid() and (worst := folder.worst()):
             LOG.info("q2compile: telemetry: %s", worst)
-    for process, path in _State.asked_for:
+    for process, path in _Folders.asked_for:
         if process != os.getpid():
             continue
         if not any(f.base == path and f.has_written for f in Folder._open.values()):

@@ -42,12 +42,13 @@ from q2compile.torch_internals.aot_autograd import (
     compiles_autograd,
     computes_again,
 )
+from q2compile.torch_internals.identity import identity_of
 
 KINDS = ("forward", "backward")
 _OPERANDS = 8  # of one linear, at most, in one graph
 _MOST_LAYERS = 1024  # that a graph serves; where parameters are made anew in each call, more come
 _MOST_SEARCHED = 64  # callers for whose optimizer all objects are searched
-_NOBODY = (lambda: None, None, 0)
+_NOBODY = (None, None, 0)
 
 
 @dataclass(frozen=True)
@@ -198,14 +199,14 @@ class Recorder:
         """Which model calls, and which of its layers: 0 for the one that the graph was compiled
         for. w: a parameter of it that is trained."""
         key = tuple(id(args[i]) for i in self._parameters)
-        ref, training, number = self._callers.get(key, _NOBODY)
-        if training is None or ref() is not w:  # an id may be that of a tensor that is gone
+        known, training, number = self._callers.get(key, _NOBODY)
+        own = None if w is None else identity_of(w)
+        if training is None or known != own:  # an id may be that of a tensor that is gone
             training = self._training(w)
             number = min(training.layers, _MOST_LAYERS) if self._capacity > 1 else 0
             training.layers += 1
             if len(self._callers) < _MOST_LAYERS:
-                of_w = weakref.ref(w) if w is not None else lambda: None
-                self._callers[key] = of_w, training, number
+                self._callers[key] = own, training, number
         return training, number
 
     def _training(self, w: Tensor | None) -> _Training:

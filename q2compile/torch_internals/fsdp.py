@@ -329,7 +329,7 @@ class Wire:
 
 
 def _copied_plain(shard: Tensor, method: str, *args: Any) -> Any:
-    """What a method that copies or pickles a shard returns without our attributes, which hold
+    """The result of a method that copies or pickles a shard, without our attributes, which hold
     process groups."""
     own = dict(shard.__dict__)
     shard.__dict__.clear()

@@ -41,7 +41,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import count
 from operator import getitem
 from threading import RLock
 from typing import Any
@@ -54,6 +53,7 @@ import q2compile.linear.dense  # noqa: F401  registers the ops
 from q2compile.recipes.recipe import Operand
 from q2compile.runtime_kernels.numerics.schemes import SCHEMES
 from q2compile.torch_internals.fsdp import local_part
+from q2compile.torch_internals.identity import identity_of
 from q2compile.torch_internals.optimizer_steps import Holders, Steps
 from q2compile.torch_internals.storage import has_other_holders
 
@@ -89,7 +89,7 @@ class Form:
 class _Made:
     """Cached forms of the weight in one storage.
 
-    weight   which weight that is (`_identity`)
+    weight   which weight that is (`identity_of`)
     state    changes when the weight does, except by its optimizers' steps
     steps    the steps of the known optimizers that hold the weight, when the codes were made
     trained  whether a backward pass can have followed a call
@@ -117,22 +117,6 @@ class _Made:
         """Codes are made of ``w`` as it is now."""
         self.state, self.steps = state, _counted(w, self.holders.known(w))
         self.forms.clear()
-
-
-_NUMBER = "_q2_cached_weight"  # an attribute of weights whose codes are cached
-_numbers = count(1)
-
-
-def _identity(w: Tensor) -> tuple[int, int]:
-    """Tells ``w`` from every other weight, also from a later one that Python puts in its place.
-
-    A number at the tensor is needed because ids are reused, and a weak reference would keep
-    torch.utils.swap_tensors from working. The id is needed because copies of a tensor have its
-    attributes. An int can be pickled with the tensor, and loaded with weights_only.
-    """
-    if _NUMBER not in vars(w):
-        setattr(w, _NUMBER, next(_numbers))
-    return id(w), vars(w)[_NUMBER]
 
 
 # By storage, not by tensor: torch.utils.swap_tensors refuses a tensor that has weak references.
@@ -190,7 +174,7 @@ def parts_of(
         return make(w.detach())
     state = (w.data_ptr(), w.shape, w.stride(), w.dtype, w._version, adapters)
     with _lock:
-        weight = _identity(w)
+        weight = identity_of(w)
         made = _made.get(w.untyped_storage())
         if made is None or made.weight != weight:
             made = _made[w.untyped_storage()] = _Made(weight)

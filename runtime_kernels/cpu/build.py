@@ -102,11 +102,11 @@ def _library() -> ctypes.CDLL:
     LOG.info("q2compile: compiling the kernels for this CPU; it can take a minute, once")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return _built(compiler, path)
+        return compiled_library(compiler, path)
     except OSError:  # the folder can't be written: a compilation for each process
         try:
             with tempfile.TemporaryDirectory() as folder:
-                return _built(compiler, Path(folder) / path.name)
+                return compiled_library(compiler, Path(folder) / path.name)
         except OSError as error:  # read-only as well, or no program in it may be run
             raise BuildError(f"no folder takes a library that can be loaded: {error}.") from error
 
@@ -137,7 +137,7 @@ def options() -> tuple[str, ...]:
     return *_OPTIONS, *_EXACT, *VECTORS.get(torch.backends.cpu.get_cpu_capability(), ())
 
 
-def _built(compiler: str, path: Path) -> ctypes.CDLL:
+def compiled_library(compiler: str, path: Path) -> ctypes.CDLL:
     """Compiles to a file beside ``path``, loads that, and stores it at ``path``."""
     handle, name = tempfile.mkstemp(suffix=".so", dir=path.parent)
     os.close(handle)

@@ -138,7 +138,7 @@ class Scheme:
 
     @property
     def codes_dtype(self) -> torch.dtype:
-        """Of the tensor that holds codes: packed pairs of e2m1, e4m3, or dequantized values."""
+        """The dtype of the tensor that holds codes: pairs of e2m1, e4m3, or dequantized values."""
         if self.dequantized:
             return torch.bfloat16
         return torch.float8_e4m3fn if self.is_tensorwise else torch.uint8

@@ -25,14 +25,14 @@ def checked(scheme: str) -> Scheme:
     """The scheme by name.
 
     Raises:
-        ValueError: unknown, or its scales do not serve both directions.
+        ValueError: unknown, or its scales do not serve rowwise and columnwise.
     """
     spec = get_scheme(scheme)
     if not spec.is_transposable:
         square = ", ".join(s.name for s in SCHEMES.values() if s.is_transposable)
         raise ValueError(
-            f"q2::transpose takes scales that serve both directions ({square}), got {scheme!r}: "
-            "its blocks of "
+            f"q2::transpose takes scales that serve rowwise and columnwise ({square}), got "
+            f"{scheme!r}: its blocks of "
             f"{spec.block[0]}x{spec.block[1]} are along one dimension; use q2::requantize."
         )
     return spec

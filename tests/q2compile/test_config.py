@@ -85,7 +85,7 @@ def test_a_wrong_option_is_a_value_error_through_torch_compile(options, said):
 
 
 def test_a_wrong_option_is_not_below_the_frames_of_dynamo():
-    """What is left is torch's call of the compiled module."""
+    """Only torch's call of the compiled module is left."""
     compiled = torch.compile(torch.nn.Linear(16, 16), backend="quartet2", options={"recip": "x"})
     with pytest.raises(ConfigError) as error:
         compiled(torch.randn(2, 16))

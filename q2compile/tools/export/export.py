@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from q2compile.config import Config
 from q2compile.errors import ConfigError, one_of, shown
+from q2compile.runtime_kernels.numerics.schemes import SCHEMES
 from q2compile.tools.export import activations as recorded
 from q2compile.tools.export.formats import ACTIVATIONS, DYNAMIC, FORMATS, STATIC, Format, format_for
 from q2compile.tools.export.inputs import traced
@@ -149,6 +150,12 @@ def _checked_format(
             f"export: the forward of {full[0]!r} and {len(full) - 1} more runs in float32 here. "
             "Training under bf16 autocast quantizes the weights as bf16: pass "
             "autocast=torch.bfloat16; or autocast=torch.float32 if it trained in float32"
+        )
+    if eight := [u.site for u in uses if SCHEMES[u.fprop.b.scheme].is_tensorwise]:
+        raise ConfigError(
+            f"export: the forward of {eight[0]!r} and {len(eight) - 1} more is in FP8; allowed: "
+            "forwards in NVFP4 or MXFP4. Their parameters are in the checkpoint of the training, "
+            "which loaders of FP8 can quantize"
         )
     fmt = format_for(name, {use.fprop.b.scheme for use in uses})
     if activations not in fmt.activations:

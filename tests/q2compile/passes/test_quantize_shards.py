@@ -241,7 +241,10 @@ def test_stacks_of_experts(dim, transposed, rows, columns, height) -> None:
             {"scheme": "nvfp4_16x16_pow2", "rows": 24},
             "a rank has 24 of its rows, and a block spans 16",
         ),
-        ({"scheme": "nvfp4", "amax": True}, "follows from the largest element of the whole"),
+        (
+            {"scheme": "nvfp4", "amax": True},
+            "its global scale follows from the largest element of the whole",
+        ),
         ({"scheme": "nvfp4_sr_pow2"}, "it draws random bits, which depend on the position"),
         ({"cut": True}, "views between the gather and the quantizer cut or join it in another way"),
     ],

@@ -32,7 +32,7 @@ def test_every_list_of_recipes_has_each():
         assert ["quartet2", *others.split(", ")] == list(RECIPES)
     page = text("q2compile/report/page/static/model.js")
     colors = re.search(r"KNOWN_RECIPES = \[(.*?)\]", page, re.DOTALL)
-    tables = re.search(r"RECIPES = \((.*)\)", text("examples/paper_tables.py"))
+    tables = re.search(r"RECIPES = \((.*?)\n\)", text("examples/paper_tables.py"), re.DOTALL)
     for found in (colors, tables):
         assert {*re.findall(r'"(\w+)"', found.group(1)), "bf16"} == set(RECIPES)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `strict` and the report say of linears that were not taken, and why."""
+"""`strict` and the report say which linears were not taken, and why."""
 
 from __future__ import annotations
 

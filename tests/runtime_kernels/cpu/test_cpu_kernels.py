@@ -451,7 +451,7 @@ def test_a_library_is_compiled_once_and_a_broken_one_again(fresh, monkeypatch, t
     assert list(tmp_path.iterdir()) == [path]
     content = path.read_bytes()
     monkeypatch.setattr(build, "cpp_compiler", lambda: "g++")
-    monkeypatch.setattr(build, "_built", lambda *_: "built again")
+    monkeypatch.setattr(build, "compiled_library", lambda *_: "built again")
     flipped = content[:5000] + bytes([content[5000] ^ 1]) + content[5001:]
     for broken in (content[:-1], flipped, content[: len(content) // 2], b""):
         path.unlink()  # the mapped file stays whole

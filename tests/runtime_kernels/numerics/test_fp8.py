@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scheme fp8: its codes against a search in float64, its scale, and both directions."""
+"""Scheme fp8: its codes against a search in float64, its scale, and its transpose."""
 
 import math
 

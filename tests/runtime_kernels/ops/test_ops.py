@@ -294,7 +294,7 @@ def test_no_guard_on_divisibility():
         ),
         (
             lambda x: q2.transpose(x.byte(), x, "nvfp4", 4),
-            "takes scales that serve both directions",
+            "takes scales that serve rowwise and columnwise",
         ),
         (lambda x: q2.masked_unrotate(x, x, "h32"), "packed mask"),
         (lambda x: q2.masked_unrotate(x, x.byte(), "rht32"), "has no seed"),

@@ -10,8 +10,10 @@ const KNOWN_RECIPES = [
   "tetrajet2",
   "mxfp4_2d",
   "quartet2_search",
+  "fp8",
+  "quartet2_fp8",
 ];
-const SERIES = 8;
+const SERIES = 9;
 // Rows of a layer: of the graph that it is counted by, and of others.
 const PARTS = ["the model", "other shapes", "inference"];
 
