@@ -52,7 +52,7 @@ BITS = {
     "nvfp4_16x16_46": 3.168,
     "nvfp4_sr": 2.705,
 }
-OTHER_SCHEMES = ("nvfp4_search", "mxfp4_rtn", "mxfp4_rceil", "mxfp4_rceil_32x32")
+OTHER_SCHEMES = ("nvfp4_search", "mxfp4_rtn", "mxfp4_rceil", "mxfp4_rceil_32x32", "fp8")
 SCHEMES = [*ERRORS, *OTHER_SCHEMES]
 SCHEMES += [f"{name}_pow2" for name in SCHEMES if name.startswith("nvfp4")]
 # Minimum effective bits in the tests of Quartet II's released kernels (kernels/test).

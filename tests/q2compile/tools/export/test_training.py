@@ -118,9 +118,9 @@ def test_a_policy_of_longer_names(around: str, tmp_path: Path) -> None:
 
 def test_patterns_that_match_nothing(tmp_path: Path) -> None:
     inputs = {"example_inputs": batch()[0], "autocast": torch.bfloat16, "format": "safetensors"}
-    options: dict[str, Any] = {"policy": {"model.head": "bf16"}}
+    options: dict[str, Any] = {"policy": {"haed": "bf16"}}
     done = q2compile.export(new_model(), tmp_path / "out", **inputs, options=options)
-    assert done.notes[0].startswith("the policy's pattern 'model.head' matches no module")
+    assert done.notes[0].startswith("the policy's pattern 'haed' matches no module")
     with pytest.raises(ConfigError, match="strict: the policy's pattern.*did you mean 'head'"):
         q2compile.export(
             new_model(), tmp_path / "strict", **inputs, options={**options, "strict": True}
