@@ -12,7 +12,8 @@ from torch import fx
 
 from q2compile.capture.module_names import Names, site_name
 from q2compile.capture.views import example
-from q2compile.recipes.recipe import parse
+from q2compile.recipes.recipe import Operand, parse
+from q2compile.runtime_kernels.numerics.schemes import SCHEMES
 from q2compile.runtime_kernels.numerics.statistics import CODES_SAMPLE, GROUP, sample_of
 from q2compile.telemetry.options import TelemetryOptions
 from q2compile.telemetry.recorder import Recorder, Site
@@ -55,7 +56,7 @@ def recorder_of(
             recipe = parse(fprop, dgrad, wgrad)
             w = example(node.args[1])
             name = modules[salt]
-            codes = _sampled_bytes(w) if recipe.fprop is not None else 0
+            codes = _sampled_bytes(w, recipe.fprop.b) if recipe.fprop is not None else 0
             sites[salt] = Site((name, *served.get(name, ())), recipe, codes)
             device = w.device
     if not sites or device is None:
@@ -75,9 +76,9 @@ def _served(names: Names) -> dict[str, list[str]]:
     }
 
 
-def _sampled_bytes(w: Any) -> int:
+def _sampled_bytes(w: Any, operand: Operand) -> int:
     """At most as many bytes as a record keeps of this weight's codes."""
     columns = int(w.shape[-1])
     rows, padded = w.numel() // max(columns, 1), -(-columns // _UNIT) * _UNIT
-    sample = sample_of(rows, columns, CODES_SAMPLE)
-    return (int(rows) if sample is None else sample.rows + GROUP) * padded // 2
+    sample, packed = sample_of(rows, columns, CODES_SAMPLE), SCHEMES[operand.scheme].packed
+    return (int(rows) if sample is None else sample.rows + GROUP) * padded // packed

@@ -28,6 +28,7 @@ from torch import Tensor, fx, nn
 
 from q2compile.recipes.recipe import Recipe
 from q2compile.runtime_kernels.numerics import constants
+from q2compile.runtime_kernels.numerics.schemes import SCHEMES
 from q2compile.runtime_kernels.numerics.statistics import SUMS
 from q2compile.runtime_kernels.ops.note import SINKS
 from q2compile.telemetry import clock
@@ -291,7 +292,7 @@ class Recorder:
         layout = memory.layout
         found = [memory.statistics[: layout.statistics].flatten()]
         if kind == "forward" and layout.weights:
-            found.append(self._changed(own))
+            found.append(self._changed(own, layout.weights))
         names = [self._named(place, own.number) for place, _ in layout.rows]
         record = Record(
             own.step,
@@ -302,7 +303,7 @@ class Recorder:
         )
         own.training.folder.add(record)
 
-    def _changed(self, own: _Call) -> Tensor:
+    def _changed(self, own: _Call, weights: Sequence[int]) -> Tensor:
         """The share of each weight's codes that are others than at this layer's last record."""
         sizes = self._code_sizes
         codes = self._codes[: sum(sizes)].clone()
@@ -311,8 +312,14 @@ class Recorder:
         if before is None:
             return torch.full((len(sizes),), math.nan, device=codes.device)
         differ = codes ^ before
-        halves = ((differ & 15) != 0).float() + ((differ >> 4) != 0)  # 0, 1 or 2 of each byte
-        return torch.stack([own.mean() for own in halves.split(sizes)]) / 2
+        halves = (((differ & 15) != 0).float() + ((differ >> 4) != 0)) / 2  # of two 4-bit codes
+        parts = zip(halves.split(sizes), weights, strict=True)
+        return torch.stack([(h if self._packed(w) == 2 else h.ceil()).mean() for h, w in parts])
+
+    def _packed(self, salt: int) -> int:
+        """Codes in a byte of a weight's codes."""
+        fprop = self.sites[salt].recipe.fprop
+        return 2 if fprop is None else SCHEMES[fprop.b.scheme].packed
 
     def _named(self, place: Place, number: int) -> tuple[str, str, str, str]:
         """(module, gemm, operand, how it is quantized) of an operand in a call."""
