@@ -16,6 +16,7 @@ nothing, and are not in this table.
 from __future__ import annotations
 
 import functools
+import operator
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -33,7 +34,7 @@ from q2compile.torch_internals.dynamo import called_graphs
 class Patch:
     """One replaced attribute.
 
-    module, owner, key  where it is: an attribute of a class, or an item of a dictionary
+    module, owner, key  where it is: an attribute of a class or module, or an item of a dictionary
     cause     what torch does without it
     upstream  the issue or pull request, or why there is none
     versions  the torch versions that need it
@@ -50,7 +51,8 @@ class Patch:
     benefit: str
 
     def place(self) -> Any:
-        """The class or dictionary. Raises ImportError or AttributeError in a torch without it."""
+        """The class, module or dictionary. Raises ImportError or AttributeError in a torch that has
+        none."""
         return getattr(import_module(self.module), self.owner)
 
     def value(self) -> Any:
@@ -108,6 +110,19 @@ PATCHES = (
         upstream="none: the handler is Inductor's way to choose from outside",
         versions="2.11 to 2.15",
         benefit="quantizing kernels take up to 1.29 times as long with another tile",
+    ),
+    Patch(
+        name="dense",
+        module="torch",
+        owner="_prims_common",
+        key="is_non_overlapping_and_dense_or_false",
+        cause="Inductor asks whether each output of a graph is dense, and sorts its strides to "
+        "find out. For scales with ceil(T / 16) columns that the forward saves, this is a guard "
+        "on T > 16, which bounds of mark_dynamic contradict.",
+        upstream="none filed; ends when it asks first whether the strides are contiguous for all "
+        "sizes",
+        versions="2.11 to 2.15",
+        benefit="ConstraintViolationError with bounds, one more graph without them",
     ),
 )
 
@@ -236,3 +251,19 @@ def _ask_wide_types(generate: Any) -> Any:
         return code, kernels
 
     return generate_asking_wide_types
+
+
+@replaces("dense")
+def _dense_without_guards(is_dense: Any) -> Any:
+    """Contiguous strides are dense whatever the sizes are, so nothing need be asked about these."""
+    from torch._prims_common import make_contiguous_strides_for
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    def is_dense_without_guards(a: Any) -> Any:
+        if a.layout is torch.strided:
+            contiguous = make_contiguous_strides_for(a.shape)
+            if all(map(statically_known_true, map(operator.eq, a.stride(), contiguous))):
+                return True
+        return is_dense(a)
+
+    return is_dense_without_guards
