@@ -287,8 +287,10 @@ def _backward_gemm(
     if gemm.b.source == "forward":
         return product.gemm(gemm_name, gemm, a, saved.codes(f"{gemm_name}.{name}"), None, dtype)
     if gemm.b.source == "reuse":
-        codes = saved.codes(name) if recipe.fprop else _quantize(saved[name], gemm.b, rng_offset=1)
-        b = product.transposed(gemm_name, SavedCodes(codes, gemm.b.scheme, columns))
+        made = saved if recipe.fprop else Saved()
+        if not recipe.fprop:
+            made.put_codes(name, _quantize(saved[name], gemm.b, rng_offset=1))
+        b = product.transposed(gemm_name, SavedCodes(made.codes(name), gemm.b.scheme, columns))
         return product.gemm(gemm_name, gemm, a, b, None, dtype)
     assert recipe.fprop is not None, "recipes.resolve makes the source 'fresh' then"
     forward = recipe.fprop.a if transpose else recipe.fprop.b

@@ -84,10 +84,9 @@ def _changed_gemm(base: Recipe, gemm: str, change: object) -> Gemm | None:
 def _finish(recipe: Recipe, global_scale: str) -> Recipe:
     """Fill in what depends on the rest, then check."""
     recipe = recipe.only(tuple(GEMMS))  # without sources that a changed fprop no longer gives
-    recipe = replace(recipe, **{name: _with_own_codes(recipe, name) for name in GEMMS})
     gemms: dict[str, Any] = {}
     for name in GEMMS:
-        gemm: Gemm | None = getattr(recipe, name)
+        gemm = _with_own_codes(recipe, name)
         if gemm is not None:
             gemm = Gemm(*(_with_scale(o, global_scale) for o in (gemm.a, gemm.b)))
             _check(recipe, name, gemm)

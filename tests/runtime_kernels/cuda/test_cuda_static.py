@@ -337,7 +337,7 @@ def test_the_registry_has_them_before_the_reference() -> None:
         assert [k.name for k in kernels(op)] == ["cuda", "cpp", "reference"]
     for op in ("split_scales", "signs"):
         assert [k.name for k in kernels(op)] == ["cuda", "reference"]
-    names = ["cublaslt_fp4", "triton_fp4", "cuda_bf16", "cpp", "reference"]
+    names = ["scaled_mm", "cublaslt_fp4", "triton_fp4", "cuda_bf16", "cpp", "reference"]
     assert [k.name for k in kernels("gemm")] == names
 
 
@@ -349,7 +349,7 @@ def test_an_explicit_request_never_falls_back() -> None:
 
 
 def test_every_quantizer_of_a_recipe_has_a_kernel() -> None:
-    """Except 16x16 blocks, which have an Inductor kernel or the reference."""
+    """Except 16x16 blocks and fp8, which have an Inductor kernel or the reference."""
     for recipe in RECIPES:
         for kind in ("pow2", "exact"):
             resolved = resolve(recipe, kind)
@@ -357,7 +357,7 @@ def test_every_quantizer_of_a_recipe_has_a_kernel() -> None:
                 for operand in (gemm_.a, gemm_.b):
                     spec = get_scheme(operand.scheme)
                     why = not_served(spec.name, operand.transform, masked=spec.masked)
-                    assert (why is None) == (spec.block[0] == 1)
+                    assert (why is None) == (spec.block[0] == 1 and spec.has_block_scales)
 
 
 @pytest.mark.parametrize(
@@ -417,7 +417,7 @@ def test_warm_up_of_a_gemm_and_of_an_unaligned_pitch(monkeypatch) -> None:
 
 def test_doctor_without_a_gpu(capsys, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert cli.main(["doctor"]) == 0
+    assert cli.main(["doctor", "--verbose"]) == 0
     report = capsys.readouterr().out
     assert f"torch {torch.__version__}" in report and "NVRTC" not in report
     assert "  quantize\n" in report and "cpp quantize rowwise" in report

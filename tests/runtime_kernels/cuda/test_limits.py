@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from q2compile.report.report import Report
+from q2compile.report.row import Row
 from q2compile.runtime_kernels import kernel_states, registry
 from q2compile.runtime_kernels.cuda import checked_cases, emulated, selfcheck
 from q2compile.runtime_kernels.cuda.checked_cases import op_of
@@ -169,7 +170,7 @@ def test_reports_of_a_gpu_say_it(gpu, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert Report().notes == []
     assert len(registry.emulated()) == 1 and "emulated in BF16" in registry.emulated()[0]
-    monkeypatch.setattr(Report, "rows", [type("Row", (), {"device": "cuda", "predicted": {}})])
+    monkeypatch.setattr(Report, "rows", [Row("up", (), device="cuda")])
     assert Report().notes == registry.emulated()
 
 
