@@ -85,7 +85,7 @@ def tools(q2compile: Any) -> None:
     """explain and compare."""
     torch._dynamo.reset()
     q2compile.explain(Mlp(), torch.randn(32, 64), options=EAGER)
-    q2compile.compare(Mlp(), torch.randn(32, 64), options=EAGER, loss=lambda y: y.square().mean())
+    q2compile.compare(Mlp(), [torch.randn(32, 64)], options=EAGER, loss=lambda y: y.square().mean())
 
 
 def main() -> None:
