@@ -22,10 +22,11 @@ BUDGET = 0.1  # of `compare`, where none is given
 
 
 def kinds_of(names: Iterable[str]) -> list[list[str]]:
-    """Names that differ only in numbers, together; in the order in which they come."""
+    """Names that differ only in the numbers of blocks, together; in the order in which they come. A
+    number at the end is a place in a sequence, of layers that need not be alike."""
     kinds: dict[str, list[str]] = {}
     for name in dict.fromkeys(names):
-        kinds.setdefault(re.sub(r"\d+", "#", name), []).append(name)
+        kinds.setdefault(re.sub(r"\d+(?=\.)", "#", name), []).append(name)
     return list(kinds.values())
 
 
