@@ -366,7 +366,7 @@ def test_a_folder_that_cannot_be_made(tmp_path):
     for name in ("file", "\ud800"):
         with pytest.raises(ValueError, match="telemetry: to: .* is not a folder"):
             compiled(model, tmp_path / name)(batch(0, model))
-    assert not [path for _, path in folders._State.asked_for if path == tmp_path / "file"]
+    assert not [path for _, path in folders._Folders.asked_for if path == tmp_path / "file"]
 
 
 SAID = {
