@@ -38,7 +38,7 @@ def is_emulated(node: fx.Node) -> bool:
 
 
 def multiplies_fp8(node: fx.Node) -> bool:
-    """Whether torch's FP8 GEMM serves a q2.gemm."""
+    """True if torch's FP8 GEMM serves a q2.gemm."""
     return serving("gemm", map_arg(node.args, lambda n: n.meta["val"])).name == SCALED_MM
 
 

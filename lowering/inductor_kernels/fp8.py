@@ -37,7 +37,7 @@ _CODES = torch.float8_e4m3fn
 
 
 def converts(device: torch.device) -> bool:
-    """Whether Triton has e4m3 on this device."""
+    """True if Triton converts to e4m3 on this device."""
     return device.type == "cuda" and why_no_fp8(torch.cuda.get_device_capability(device)) is None
 
 

@@ -29,7 +29,8 @@ def why_not_lowered(device: torch.device, call: QuantizerCall) -> str | None:
 
 
 def _why_not_tensorwise(device: torch.device, call: QuantizerCall) -> str | None:
-    """The same for a scheme whose codes have one scale, which is known before the kernel runs."""
+    """Why Inductor makes no kernel of a call whose scheme has one scale for the tensor; None if it
+    does."""
     if call.args["amax"] is None or call.rotated or call.grouped or call.scheme.dequantized:
         return f"the Inductor kernel of {call.scheme.name} takes an amax, and no {call.label}"
     if call.recorded or call.dbias is not None:

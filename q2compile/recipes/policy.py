@@ -87,7 +87,7 @@ class Policy:
 
     @property
     def quantizes(self) -> bool:
-        """Whether any recipe in it does."""
+        """True if any recipe of the policy quantizes."""
         return any(recipe.quantizes for recipe in self.recipes)
 
     @property

@@ -119,7 +119,7 @@ class Folder:
 
     @classmethod
     def get(cls, options: TelemetryOptions, clock: Clock) -> Folder:
-        """That of one model."""
+        """The folder in which the records of the model of a clock are written."""
         key = (os.getpid(), str(Path(options.to).absolute()), options, clock)
         if key not in cls._open:
             cls._open[key] = cls(options, _inside(options, clock))

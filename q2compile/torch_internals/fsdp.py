@@ -47,7 +47,7 @@ def values_too() -> Iterator[None]:
 
 
 def wants_values() -> bool:
-    """Whether this is inside of `values_too`."""
+    """True inside of `values_too`."""
     return _values_too.get()
 
 
