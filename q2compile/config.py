@@ -437,7 +437,7 @@ def _config_file_stamp() -> tuple[str, int, int] | None:
 
 
 def is_config_file_named() -> bool:
-    """Whether the environment names a file of options."""
+    """True if the environment names a file of options."""
     return bool(os.environ.get(CONFIG_FILE_VARIABLE))
 
 

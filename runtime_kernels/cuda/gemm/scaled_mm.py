@@ -28,7 +28,7 @@ def _unsupported(
 
 
 def adds_bias(bias_dtype: torch.dtype | None, dtype: torch.dtype) -> bool:
-    """Whether the GEMM adds a bias of this type to its sums, if there is one."""
+    """True if the GEMM adds a bias of this type to its sums, or there is no bias (None)."""
     return bias_dtype is None or (bias_dtype == dtype and dtype.itemsize == 2)
 
 
