@@ -402,8 +402,8 @@ FAULTS = (
     fault(
         "transposed codes count as half of their elements",
         "q2compile/report/saved_for_backward.py",
-        "packed = 2 if is_q2(op, TRANSPOSE) else 1",
-        "packed = 1",
+        "(2 if pairs else 1) * _concrete",
+        "_concrete",
         "q2compile/report",
     ),
     fault(
