@@ -215,8 +215,10 @@ def table(rows: Iterable[Compared]) -> str:
 
 BLACKWELLS = tuple(device for device in DATA_SHEETS if not device.emulates)
 SHOWN = ("B200", "B300", "RTX 5090", "RTX PRO 6000")  # in PREDICTED.md
-RECIPES = ("quartet2", "quartet2_search", "nvfp4", "tetrajet2", "quartet", "mxfp4", "mxfp4_2d")
-RECIPES += ("fp8", "quartet2_fp8")
+RECIPES = (
+    *("quartet2", "quartet2_search", "nvfp4", "tetrajet2", "quartet"),
+    *("mxfp4", "mxfp4_2d", "fp8", "quartet2_fp8"),
+)
 GAINS = ((8192, 4096, 4096), (8192, 14336, 4096), (16384, 24576, 6144))
 TRANSFORMER_ENGINE = "github.com/NVIDIA/TransformerEngine/pull/2412"
 TORCHAO = "github.com/pytorch/ao/pull/4487"
@@ -272,7 +274,7 @@ def published() -> str:
         lines.append(f"| `{case}` | {gpu} | {own} | {picoseconds:.2f} | {of} |")
     return PUBLISHED_PAGE.format(
         table="\n".join(lines),
-        te=TRANSFORMER_ENGINE,
+        engine=TRANSFORMER_ENGINE,
         torchao=TORCHAO,
         bytes=_BYTES,
         both=_BYTES + _MORE_BYTES,
@@ -338,7 +340,7 @@ for the layers of a 22B model (the last shape), with GEMMs of their own.
 # With --all.
 PUBLISHED_PAGE = """
 Picoseconds per element of quantizers that others measured
-({te},
+({engine},
 {torchao}), beside the nearest of these at 16384 x 8192. Published times
 leave out the pass that finds the amax, which these kernels don't need; torchao's takes 0.67 ps
 more. Transformer Engine's follow from its TB/s, at {bytes} and {both} bytes per element.

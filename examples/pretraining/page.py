@@ -164,8 +164,9 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
     parts = [
         "# The gaps, measured",
         "Made of `gaps.json` by `python examples/pretrain.py page`, and explained in "
-        "`examples/pretraining/README.md`. Runs on different texts are not compared. A cell is "
-        "empty where nothing was measured, or where other work on the device made it untrue.",
+        "`examples/pretraining/README.md`. `runs.py` says what each run changes. Runs on different "
+        "texts are not compared. A cell is empty where nothing was measured, or where other work "
+        "on the device made it untrue.",
         *(part for corpus in dict.fromkeys(r["corpus"] for r in rows) for part in on(corpus, rows)),
         papers_table(),
     ]
@@ -177,8 +178,9 @@ def branched_page(rows: Sequence[dict[str, Any]]) -> str:
     parts = [
         "# The gaps of branched runs",
         "Made of `branched.json`, which has the losses, by `python examples/pretrain.py page`, "
-        "and explained in `examples/pretraining/BRANCHED.md`. Differences are paired by stem; each "
-        "has its standard error, and `none` marks one smaller than two of them.",
+        "and explained in `examples/pretraining/BRANCHED.md`. `plans.toml` says what each run "
+        "changes. Differences are paired by stem; each has its standard error, and `none` marks "
+        "one smaller than two of them.",
         *(part for corpus in dict.fromkeys(r["corpus"] for r in rows) for part in on(corpus, rows)),
     ]
     return "\n\n".join(parts) + "\n"
@@ -244,8 +246,8 @@ def section(
             continue
         cells = table_row(name, of_name, found.get((name, BASELINE)))
         if others:
-            gap, about = others.get(name), of_name[0].run["about"] or ""
-            cells.append(f"{gap} to `{against[name]}`: {about}" if gap else "")
+            gap = others.get(name)
+            cells.append(f"{gap} to `{gap.against}`" if gap else "")
         lines.append(f"| {' | '.join(cells)} |")
     parts = [title, "\n".join(lines)]
     if branch:
