@@ -179,10 +179,12 @@ class GraphLog:
 
 def _note_gathered(graph: fx.Graph, rows: list[Row]) -> None:
     """Weights that a forward gathers, as pass `quantize_shards` notes it."""
-    of_salt = {s: text for node in graph.nodes for s, text in node.meta.get(GATHERS, {}).items()}
+    of_seed_index = {
+        s: text for node in graph.nodes for s, text in node.meta.get(GATHERS, {}).items()
+    }
     for row in rows:
-        if row.taken and row.salt in of_salt:
-            row.gathered = of_salt[row.salt]
+        if row.taken and row.seed_index in of_seed_index:
+            row.gathered = of_seed_index[row.seed_index]
 
 
 def _asked_of_weights(config: Config) -> str:

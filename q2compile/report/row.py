@@ -80,7 +80,7 @@ class Row:
     bytes: int | str | None = None
     predicted: dict[str, dict[str, float]] = field(default_factory=dict)
     graph: int | None = None
-    salt: int | None = None
+    seed_index: int | None = None
     has_parameter: bool = True
     calls: dict[str, dict[str, int]] = field(default_factory=dict)
     measured: dict[str, Any] = field(default_factory=dict)

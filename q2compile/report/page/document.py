@@ -160,7 +160,7 @@ def _row(
     worst: Mapping[str, Error],
     share: Mapping[str, float],
 ) -> dict[str, Any]:
-    left_out = (*GEMMS, "kernels", "calls", "salt", "wanted", "served", "model")
+    left_out = (*GEMMS, "kernels", "calls", "seed_index", "wanted", "served", "model")
     shown = {key: value for key, value in row.items() if key not in left_out}
     named = {"name": row["recipe"], **{gemm: row[gemm] for gemm in GEMMS}}
     run = {key: row[key] for key in ("kernels", "calls")}

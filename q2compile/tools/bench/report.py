@@ -60,7 +60,7 @@ class Times(NamedTuple):
 
 
 @dataclass
-class Row:
+class BenchRow:
     """One measurement or check.
 
     microseconds: the median of a call; None where none was measured.
