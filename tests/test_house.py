@@ -47,6 +47,7 @@ MAX_ENTRIES = 18  # of q2compile/: what fits on one screen of a file tree
 MAY_IMPORT = {
     # The public names, loaded on first use.
     "": ["config", "failures.stage_error", "recipes.option_types", "report", "telemetry", "tools"]
+    + ["tools.compare", "tools.export"]
     + ["runtime_kernels.kernel_states", "runtime_kernels.registry"]
     + ["torch_internals.tested_versions", "weight_cache"],
     "backend": ["capture", "compiler", "config", "failures", "linear", "lowering", "report"]
@@ -66,7 +67,7 @@ MAY_IMPORT = {
     + ["torch_internals"],
     "report": ["capture", "config", "cost_model", "linear", "lowering", "passes", "recipes"]
     + ["runtime_kernels.ops", "runtime_kernels.registry", "torch_internals"],
-    "report.page.assemble": [],
+    "tools.page.assemble": [],
     "report.process_lock": [],
     "failures": ["config", "torch_internals"],
     "capture": ["linear.tensor_parallel", "torch_internals"],

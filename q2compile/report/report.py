@@ -13,7 +13,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from q2compile.cost_model.devices import ASSUMPTIONS, DEVICES
 from q2compile.report.graph_record import GraphRecord
 from q2compile.report.model_rows import layers, of_model
-from q2compile.report.page.document import report_page
 from q2compile.report.printable import one_line, printable
 from q2compile.report.row import COLUMNS, Row, cells
 from q2compile.report.run_facts import RunFacts
@@ -23,12 +22,11 @@ if TYPE_CHECKING:
     from q2compile.report.model_coverage import Coverage
 
 
-class Report:
+class RunReport:
     """Rows and notes of everything compiled while it collected.
 
-    Printing it gives ``text()``, the table. ``to_json()`` is the list of rows as plain mappings,
-    ``to_html(path)`` writes a page. Linears of the model that no graph has held so far are rows
-    too.
+    Printing it gives ``text()``, the table. ``to_json()`` is the list of rows as plain mappings.
+    Linears of the model that no graph has held so far are rows too.
     """
 
     def __init__(self) -> None:
@@ -98,14 +96,6 @@ class Report:
     def to_json(self) -> list[dict[str, Any]]:
         return [row.to_json() for row in self.rows]
 
-    def to_html(self, path: str | Path | None = None) -> str:
-        """The report as one HTML page; written to ``path`` when given. Returns the page."""
-        run = self.run.to_json()
-        page = report_page("explain", self.to_json(), self.notes, self.graph_files, run=run)
-        if path is not None:
-            Path(path).write_text(page, encoding="utf-8")
-        return page
-
     def summary(self) -> str:
         rows = of_model(self.to_json())
         weights = [row for row in layers(rows) if row["has_parameter"]]
@@ -132,7 +122,7 @@ class Report:
 
 
 # The report that explain() is collecting into, if any.
-collector: ContextVar[Report | None] = ContextVar("q2compile_report", default=None)
+collector: ContextVar[RunReport | None] = ContextVar("q2compile_report", default=None)
 
 
 def _predictions(rows: list[dict[str, Any]]) -> list[str]:

@@ -36,18 +36,18 @@ from typing import Any
 from q2compile.cost_model.devices import ASSUMPTIONS, DEVICES
 from q2compile.recipes.recipe import GEMMS
 from q2compile.report.model_rows import rows_of_layers
-from q2compile.report.page.assemble import assemble, packed, static
-from q2compile.report.page.errors import (
+from q2compile.tools.page.assemble import assemble, packed, static
+from q2compile.tools.page.errors import (
     Error,
     gemm_errors,
     operand_errors,
     shares,
     worst_by_module,
 )
-from q2compile.report.page.findings import findings
-from q2compile.report.page.foot import foot
-from q2compile.report.page.headline import headline, of_records
-from q2compile.report.page.saved_tensors import saved_tensors
+from q2compile.tools.page.findings import findings
+from q2compile.tools.page.foot import foot
+from q2compile.tools.page.headline import headline, of_records
+from q2compile.tools.page.saved_tensors import saved_tensors
 
 _SCRIPTS = (
     "model.js",

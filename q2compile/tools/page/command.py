@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from q2compile.errors import ConfigError
-from q2compile.report.page.document import report_page
-from q2compile.report.read_dump import (
+from q2compile.tools.page.document import report_page
+from q2compile.tools.page.read_dump import (
     read_comparison,
     read_dump,
     read_run,

@@ -12,8 +12,8 @@ from q2compile.errors import ConfigError
 from q2compile.recipes.policy import AUTO, compiled_pattern, patterns_of
 from q2compile.recipes.recipe import BF16
 from q2compile.report.model_rows import of_model
-from q2compile.report.page.errors import OUTLIERS, Data, Error, shares
-from q2compile.report.worst_layers import BUDGET, after, kinds_of, policy_of, ranked, worst_layers
+from q2compile.tools.page.errors import OUTLIERS, Data, Error, shares
+from q2compile.tools.worst_layers import BUDGET, after, kinds_of, policy_of, ranked, worst_layers
 
 # A kind of layer stands out with this share of the gradient's squared error, and so many times
 # its share of the FLOPs.
