@@ -27,8 +27,8 @@ from q2compile.torch_internals.dynamo import not_compiled, original_module
 
 
 class Report(RunReport):
-    """What `explain` returns. Printing it gives the table, ``to_json()`` the rows as plain
-    mappings, and ``to_html(path)`` writes the page."""
+    """The report that `explain` returns. Printing it gives the table, ``to_json()`` the rows as
+    plain mappings, and ``to_html(path)`` writes the page."""
 
     def to_html(self, path: str | Path | None = None) -> str:
         """The report as one HTML page; written to ``path`` when given. Returns the page."""

@@ -170,7 +170,7 @@ def test_reports_of_a_gpu_say_it(gpu, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert RunReport().notes == []
     assert len(registry.emulated()) == 1 and "emulated in BF16" in registry.emulated()[0]
-    monkeypatch.setattr(Report, "rows", [Row("up", (), device="cuda")])
+    monkeypatch.setattr(RunReport, "rows", [Row("up", (), device="cuda")])
     assert RunReport().notes == registry.emulated()
 
 
