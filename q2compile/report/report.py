@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.weak import WeakIdKeyDictionary
 
-from q2compile.cost_model.devices import ASSUMPTIONS, DEVICES
+from q2compile.cost_model.devices import ASSUMPTIONS, shown_devices
 from q2compile.report.graph_record import GraphRecord
 from q2compile.report.model_rows import layers, of_model
 from q2compile.report.printable import one_line, printable
@@ -130,14 +130,15 @@ def _predictions(rows: list[dict[str, Any]]) -> list[str]:
     taken = [row["predicted"] for row in predicted if row["taken"]]
     notes = [ASSUMPTIONS] if predicted else []
     if taken:
+        devices = shown_devices(taken)
         of_bf16 = []
-        for device in DEVICES:
+        for device in devices:
             bf16, own = (
                 sum(times[device.column][key] for times in taken)
                 for key in ("bf16_microseconds", "microseconds")
             )
             of_bf16.append(f"{own / bf16:.2f} on {device.name}")
-        columns = " and ".join(device.column for device in DEVICES)
+        columns = " and ".join(device.column for device in devices)
         notes.insert(
             0,
             "predicted time over BF16's, for the GEMMs taken and their quantizers, not for a "
@@ -150,11 +151,13 @@ def table(rows: Iterable[Row]) -> str:
     """A text table. The GEMMs' texts are long and repeat, so each distinct recipe is spelt out
     below.
     """
-    shown = [c for c in COLUMNS if c not in ("fprop", "dgrad", "wgrad")]
+    rows = list(rows)
+    devices = [device.column for device in shown_devices(row.predicted for row in rows)]
+    shown = [c for c in COLUMNS if c not in ("fprop", "dgrad", "wgrad", "why")] + [*devices, "why"]
     body, recipes = [], []
     for row in rows:
         text = cells(row)
-        body.append([one_line(text[c]) for c in shown])
+        body.append([one_line(text.get(c, "")) for c in shown])
         if row.taken:
             recipes.append((row.recipe, row.fprop, row.dgrad, row.wgrad))
     widths = [max(len(line[i]) for line in [list(shown), *body]) for i in range(len(shown))]

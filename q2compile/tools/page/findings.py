@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from q2compile.cost_model.devices import DEVICES
+from q2compile.cost_model.devices import shown_devices
 from q2compile.errors import ConfigError
 from q2compile.recipes.policy import AUTO, compiled_pattern, patterns_of
 from q2compile.recipes.recipe import BF16
@@ -160,8 +160,9 @@ def _shares(comparison: Data | None, layers: _Layers) -> list[tuple[str, Rules]]
 
 def _slower(taken: Sequence[Data], layers: _Layers) -> list[tuple[str, Rules]]:
     """Layers that are predicted to lose time."""
-    device = DEVICES[0]
     predicted = [row for row in taken if row["predicted"]]
+    shown = shown_devices(row["predicted"] for row in predicted)
+    device = next(device for device in shown if not device.emulates)
     kinds = kinds_of(row["module"] for row in predicted)
     times = [
         [row["predicted"][device.column] for row in predicted if row["module"] in of]

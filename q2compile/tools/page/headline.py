@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from q2compile.cost_model.devices import DEVICES
+from q2compile.cost_model.devices import shown_devices
 from q2compile.report.model_rows import layers, of_model
 from q2compile.tools.time_words import time_words
 
@@ -140,5 +140,5 @@ def predicted_ratios(taken: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     return {
         device.name: sum(times[device.column]["microseconds"] for times in predicted)
         / sum(times[device.column]["bf16_microseconds"] for times in predicted)
-        for device in DEVICES
+        for device in shown_devices(predicted)
     }
