@@ -313,7 +313,8 @@ def test_one_policy_follows_from_a_comparison(tmp_path, monkeypatch, capsys):
     assert list(policy.values())[1:] == ["bf16", "fp8", "fp8"]
     data = data_of((tmp_path / "out" / "report.html").read_text())
     (written,) = [f["policy"] for f in data["findings"] if f["policy"]]
-    assert list(json.loads(f"{{{written}}}")["policy"].items()) == list(policy.items())
+    # The order is the page's own: its rules for one layer may overlap, those of a comparison don't.
+    assert json.loads(f"{{{written}}}")["policy"] == policy
     assert data["headline"][0].startswith("All 5 matmuls with a weight run in NVFP4")
     monkeypatch.delenv("Q2COMPILE_CONFIG")
     model, (x,), _ = built(where)
