@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,9 +14,10 @@ from torch import Tensor, fx, nn
 from q2compile.capture.inline_attention import inline_attention
 from q2compile.capture.module_names import Names
 from q2compile.config import Config
+from q2compile.recipes.published import RECIPES
 from q2compile.recipes.recipe import BF16, GEMMS, Recipe, parse
 from q2compile.report.row import Row
-from q2compile.rewrite.rewrite_graph import rewrite
+from q2compile.rewrite.rewrite_graph import planned, rewrite
 from q2compile.torch_internals.dynamo import called_graphs
 
 _PLAIN = (BF16, BF16, BF16)
@@ -27,13 +28,15 @@ class Run:
     """The mode of all probed matmuls.
 
     gemms    those that are quantized, the others are computed in the tensors' own precision
-    module   the only module that is quantized; None: all are
+    modules  the only modules that are quantized; None: all are
+    in_fp8   by the recipe fp8 instead of their own
     measure  compute in high precision, and note the error of each quantized GEMM on the same
              operands
     """
 
     gemms: tuple[str, ...] = tuple(GEMMS)
-    module: str | None = None
+    modules: Collection[str] | None = None
+    in_fp8: bool = False
     measure: bool = False
 
 
@@ -60,21 +63,24 @@ class Errors:
 class Probes:
     """All probed matmuls of a model, the run they are in, and what they have measured.
 
-    rows     one for each matmul of each compiled graph
+    rows     one for each matmul of each compiled graph; ``rows_in_fp8``: if all were in FP8
     errors   module -> GEMM -> its `Errors`
     """
 
     config: Config
     run: Run = field(default_factory=Run)
     rows: list[Row] = field(default_factory=list)
+    rows_in_fp8: list[Row] = field(default_factory=list)
     errors: dict[str, dict[str, Errors]] = field(default_factory=dict)
 
     def backend(self, gm: fx.GraphModule, inputs: list[Any]) -> Any:
         """A Dynamo backend: rewrites as `quartet2` does, and runs the graph as it stands."""
         inline_attention(gm)
+        all_in_fp8 = replace(self.config, recipe="fp8", policy={})
+        self.rows_in_fp8 += [row for _, row, _ in planned(gm, all_in_fp8, Names.of_graph(gm))]
         rows = rewrite(gm, self.config, Names.of_graph(gm))
         self.rows += rows
-        names = {row.salt: row.module for row in rows if row.taken}
+        names = {row.seed_index: row.module for row in rows if row.taken}
         for graph in called_graphs(gm):
             _probe(graph, self, names)
         return gm.forward
@@ -96,11 +102,13 @@ def _probe(gm: fx.GraphModule, probes: Probes, names: dict[int | None, str]) -> 
     for node in list(gm.graph.nodes):
         if node.op != "call_function" or node.target not in ops:
             continue
-        *operands, fprop, dgrad, wgrad, salt = node.args
-        probe = Probe(probes, names[salt], node.target, parse(fprop, dgrad, wgrad), salt)
-        gm.add_submodule(f"probe_{salt}", probe)
+        *operands, fprop, dgrad, wgrad, seed_index = node.args
+        probe = Probe(
+            probes, names[seed_index], node.target, parse(fprop, dgrad, wgrad), seed_index
+        )
+        gm.add_submodule(f"probe_{seed_index}", probe)
         with gm.graph.inserting_before(node):
-            new = gm.graph.call_module(f"probe_{salt}", tuple(operands))
+            new = gm.graph.call_module(f"probe_{seed_index}", tuple(operands))
         new.meta = node.meta
         node.replace_all_uses_with(new)
         gm.graph.erase_node(node)
@@ -110,22 +118,25 @@ def _probe(gm: fx.GraphModule, probes: Probes, names: dict[int | None, str]) -> 
 class Probe(nn.Module):
     """One matmul: x [..., K], w [N, K] (or a stack of them), and the op's third operand, if any."""
 
-    def __init__(self, probes: Probes, module: str, op: Any, recipe: Recipe, salt: int) -> None:
+    def __init__(
+        self, probes: Probes, module: str, op: Any, recipe: Recipe, seed_index: int
+    ) -> None:
         super().__init__()
         self._probes, self._module, self._op = probes, module, op
-        self._recipe, self._salt = recipe, salt
+        self._recipe, self._seed_index = recipe, seed_index
 
     def forward(self, x: Tensor, w: Tensor, *third: Any) -> Tensor:
         run = self._probes.run
         if run.measure:
             return self._measured(x, w, *third)
-        if run.module not in (None, self._module):
+        if run.modules is not None and self._module not in run.modules:
             return self._call(_PLAIN, x, w, *third)
-        return self._call(self._recipe.only(run.gemms).texts(), x, w, *third)
+        recipe = RECIPES["fp8"] if run.in_fp8 else self._recipe.only(run.gemms)
+        return self._call(recipe.texts(), x, w, *third)
 
     def _call(self, texts: tuple[str, str, str], *operands: Any) -> Tensor:
         with _own_random_bits(operands[0]):
-            return self._op(*operands, *texts, self._salt)
+            return self._op(*operands, *texts, self._seed_index)
 
     def _measured(self, x: Tensor, w: Tensor, *third: Any) -> Tensor:
         """The matmul in high precision. Beside it, on copies of its operands, runs the quantized
