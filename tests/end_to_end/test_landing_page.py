@@ -13,7 +13,14 @@ from types import ModuleType
 
 import pytest
 
+from q2compile.tools import cli
+from tests.support.markdown import blocks
 from tests.support.tracked import tracked
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -64,3 +71,25 @@ def test_figures_of_the_readme_are_those_recorded(picture) -> None:
     assert f"takes {own} ms under `fp8` and {bf16} ms in BF16 (one H100)" in page
     assert f"`quartet2_fp8` takes {float(fp8_row('quartet2_fp8')[0]):.2f} of BF16's" in page
     assert f"takes {row('steps.json', 'llama_8b_step')['ratio']:.2f} on an H200" in page
+
+
+def test_the_address_is_in_one_file() -> None:
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+    address = urls["Repository"]
+    assert urls["Issues"] == f"{address}/issues"
+    texts = (path for path in tracked(ROOT) if path.suffix in (".md", ".py", ".toml", ".cff"))
+    assert [path.name for path in texts if address in path.read_text()] == ["pyproject.toml"]
+
+
+@pytest.mark.parametrize("name", ["bench_report", "fault"])
+def test_a_template_of_issues(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / ".github" / "ISSUE_TEMPLATE" / f"{name}.md").read_text(encoding="utf-8")
+    assert re.match(r"---\nname: .+\nabout: .+\nlabels: \w+\n---\n", page)
+    (block,) = blocks(page)
+    program, *words = block.text.split()
+    assert program == "q2compile"
+    with pytest.raises(SystemExit) as done:
+        cli.main([*words, "--help"])
+    assert done.value.code == 0
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in words)

@@ -28,7 +28,7 @@ def test_defaults_are_the_contract():
 
 
 def test_only_options_are_public():
-    """`help(q2compile.Config)` shows the options and how one is made, not what the backend derives."""
+    """`help(q2compile.Config)` shows the options, and not what the backend derives from them."""
     options = [field.name for field in fields(Config)]
     assert {name for name in dir(Config()) if name[0] != "_"} == {*options, "from_options"}
     assert list(signature(Config).parameters) == options
