@@ -22,7 +22,7 @@ from q2compile.config import (
     Config,
     disable_named_kernels,
     raise_on_unsaved,
-    telemetry_of,
+    telemetry_options,
     uses_cuda_graphs,
 )
 from q2compile.failures.stage_error import COMPILE, REWRITE, Faults
@@ -42,7 +42,7 @@ from q2compile.torch_internals.dynamo import (
     restore_arguments,
 )
 from q2compile.torch_internals.tested_versions import warn_if_untested
-from q2compile.weight_cache.gathered_inputs import Gathered
+from q2compile.weight_cache.gathered_inputs import GatheredInputs
 
 
 def quartet2(
@@ -80,7 +80,7 @@ def quartet2(
         log.graph("0_dynamo", gm)
         inline_attention(rewritten)
         rows = rewrite(rewritten, config, names)
-        gathered = Gathered(rewritten, names.root)
+        gathered = GatheredInputs(rewritten, names.root)
         gathered.note_gathered(rows, uses_cuda_graphs(config))
         log.rewritten("1_rewritten", rewritten, rows, names)
         if not holds_q2_ops(rewritten):
@@ -89,7 +89,7 @@ def quartet2(
             return log.checked(plain, names)
         stage = COMPILE
         _begin_checks(rows, example_inputs, config)
-        recorder = recorder_of(rewritten, telemetry_of(config), rows, names)
+        recorder = recorder_of(rewritten, telemetry_options(config), rows, names)
         watcher, root = log.watcher, names.root
         compiled = compile_graph(
             rewritten,

@@ -326,12 +326,12 @@ class Config:
 Config.__signature__ = signature(Config.__init__.__get__(object))  # type: ignore[attr-defined]
 
 
-def policy_of(config: Config) -> Policy:
+def resolved_policy(config: Config) -> Policy:
     """The recipe of each module, from the options ``recipe``, ``policy`` and ``global_scale``."""
     return config._policy
 
 
-def telemetry_of(config: Config) -> TelemetryOptions | None:
+def telemetry_options(config: Config) -> TelemetryOptions | None:
     """The parsed option ``telemetry``; None if nothing is recorded."""
     return config._telemetry
 

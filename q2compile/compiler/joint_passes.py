@@ -6,8 +6,8 @@ from __future__ import annotations
 from torch import fx
 
 from q2compile.compiler.pass_runner import PassRunner
-from q2compile.config import policy_of, saves_weights_by_peak
-from q2compile.passes import Wanted
+from q2compile.config import resolved_policy, saves_weights_by_peak
+from q2compile.passes import PassConditions
 from q2compile.torch_internals.partitioner import is_checkpointed
 
 
@@ -22,12 +22,12 @@ class JointPasses(PassRunner):
         if any(n.name.startswith("tangents") for n in graph.find_nodes(op="placeholder")):
             self.run_passes(graph, "joint")
 
-    def wanted(self, graph: fx.Graph) -> Wanted:
+    def wanted(self, graph: fx.Graph) -> PassConditions:
         config = self.config
         # Under activation checkpointing the user decides what is saved.
         by_peak = saves_weights_by_peak(config) and not is_checkpointed(graph)
-        return Wanted(
-            random_forward=policy_of(config).random_forward,
+        return PassConditions(
+            random_forward=resolved_policy(config).random_forward,
             keep_packed=config.keep_packed,
             recompute_weights=config.recompute_weights is True or by_peak,
             fuse_rotations=False,
@@ -37,7 +37,7 @@ class JointPasses(PassRunner):
     def key(self) -> str:
         config = self.config
         options = (
-            policy_of(config).random_forward,
+            resolved_policy(config).random_forward,
             config.keep_packed,
             config.recompute_weights,
             saves_weights_by_peak(config),

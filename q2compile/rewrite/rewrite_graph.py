@@ -15,7 +15,7 @@ from q2compile.capture.matmul import Matmul, NotTaken
 from q2compile.capture.module_names import Names
 from q2compile.capture.node_meta import SITE
 from q2compile.capture.routers import is_router
-from q2compile.config import Config, policy_of
+from q2compile.config import Config, resolved_policy
 from q2compile.errors import BackendError
 from q2compile.linear.tensor_parallel import raise_on_async_inputs
 from q2compile.recipes.published import RECIPES
@@ -38,30 +38,30 @@ def rewrite(gm: fx.GraphModule, config: Config, names: Names) -> list[Row]:
 
     Raises ValueError when the policy gives different recipes to modules that one graph will serve.
     """
-    if names.failure is not None and policy_of(config).rules:
+    if names.failure is not None and resolved_policy(config).rules:
         raise names.failure  # a policy would match other names than those it means
     rows: list[Row] = []
-    salt = 0
+    seed_index = 0
     calls = own_bodies(gm)
     for found, row, recipe in planned(gm, config, names):
         if isinstance(found, Matmul) and recipe.quantizes:
             try:
-                replace_by_linear(found, recipe, salt)
-                row.taken, row.salt = True, salt
+                replace_by_linear(found, recipe, seed_index)
+                row.taken, row.seed_index = True, seed_index
                 names.taken.append(found.parameter)
-                salt += 1
+                seed_index += 1
             except _NOT_OF_ONE_MATMUL:
                 raise
             except Exception as error:
                 _, row, _ = _left_alone(found, error, config, names)
         rows.append(row)
-    if salt:
+    if seed_index:
         inputs = gm.graph.find_nodes(op="placeholder")
         raise_on_async_inputs(node.meta.get("example_value") for node in inputs)
-    salts = share_bodies(calls)
+    seed_indices = share_bodies(calls)
     for row in rows:
-        while row.salt in salts:
-            row.salt = salts[row.salt]
+        while row.seed_index in seed_indices:
+            row.seed_index = seed_indices[row.seed_index]
     for module in called_graphs(gm):
         module.recompile()
     return rows
@@ -95,7 +95,7 @@ def _plan(
     row = _policy_row(found, config, names, router=router)
     if isinstance(found, NotTaken):
         return found, row, RECIPES["bf16"]
-    wanted, _ = policy_of(config).resolve(row.module, router=router)
+    wanted, _ = resolved_policy(config).resolve(row.module, router=router)
     raise_on_shared(found, wanted, names, config, router=router)
     row.why = why_cut(found, wanted)
     recipe = RECIPES["bf16"] if row.why else with_prediction(row, found, wanted, config)
@@ -121,10 +121,10 @@ def _policy_row(
     row = _row(found, names)
     if row.has_parameter:
         found.node.meta["custom"] = {**found.node.meta.get("custom", {}), SITE: row.module}
-        recipe, row.pattern = policy_of(config).resolve(row.module, router=router)
+        recipe, row.pattern = resolved_policy(config).resolve(row.module, router=router)
         row.recipe, row.wanted = recipe.name, recipe.quantizes
     elif isinstance(found, NotTaken) and found.unread:
-        row.wanted = policy_of(config).default.quantizes  # it may have a weight
+        row.wanted = resolved_policy(config).default.quantizes  # it may have a weight
     return row
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from q2compile import explain
-from q2compile.config import CONFIG_FILE_VARIABLE, Config, policy_of
+from q2compile.config import CONFIG_FILE_VARIABLE, Config, resolved_policy
 from q2compile.errors import StageError
 from q2compile.runtime_kernels import registry
 from q2compile.runtime_kernels.cache_folder import cache_dir, read_whole
@@ -138,7 +138,7 @@ def test_a_gpu_without_nvrtc_runs_the_reference_and_says_what_to_install(gpu, mo
 
 # ---- the cubin cache ----------------------------------------------------------------------------
 
-VARIANT = nvrtc.Variant("dequantize.cu", ())
+VARIANT = nvrtc.KernelVariant("dequantize.cu", ())
 
 
 @pytest.fixture
@@ -384,7 +384,7 @@ def test_nothing_in_a_config_file_is_evaluated(tmp_path, monkeypatch, text, kind
             content = "\n".join(f"{json.dumps(k)} = {_toml(v)}" for k, v in config.items())
         (tmp_path / f"q2.{kind}").write_text(content)
         try:
-            policy = policy_of(Config.from_options(None))
+            policy = resolved_policy(Config.from_options(None))
         except ValueError as error:
             assert not isinstance(error, UnicodeError) and str(error)
         else:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from q2compile import Config
-from q2compile.config import CONFIG_FILE_VARIABLE, policy_of
+from q2compile.config import CONFIG_FILE_VARIABLE, resolved_policy
 from q2compile.errors import ConfigError
 
 
@@ -170,7 +170,7 @@ def test_the_config_file_is_the_base_and_options_win(tmp_path, monkeypatch, kind
     over = Config.from_options(Config(recipe="nvfp4"))
     assert (over.recipe, over.strict, over.policy) == ("nvfp4", True, config.policy)
     assert list(config.policy) == ["*", "a"]
-    assert policy_of(config).resolve("a")[1] == "a"
+    assert resolved_policy(config).resolve("a")[1] == "a"
 
 
 @pytest.mark.parametrize(

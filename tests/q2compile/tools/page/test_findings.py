@@ -5,23 +5,23 @@ import json
 
 import pytest
 
-from q2compile.config import Config, policy_of
+from q2compile.config import Config, resolved_policy
 from q2compile.recipes.policy import Policy, patterns_of
 from q2compile.recipes.recipe import GEMMS
-from q2compile.report.page.errors import (
+from q2compile.report.row import Row
+from q2compile.runtime_kernels.ops.gaussian import gaussian_error
+from q2compile.tools.page.errors import (
     Error,
     gaussian_of_gemm,
     gemm_errors,
     operand_errors,
     worst_by_module,
 )
-from q2compile.report.page.findings import findings
-from q2compile.report.row import Row
-from q2compile.runtime_kernels.ops.gaussian import gaussian_error
+from q2compile.tools.page.findings import findings
 
 LAYERS = [f"layers.{i}.{name}" for i in range(2) for name in ("q", "down")]
 NAMES = [*LAYERS, "lm_head"]
-QUARTET2 = dict(zip(GEMMS, policy_of(Config()).default.texts(), strict=True))
+QUARTET2 = dict(zip(GEMMS, resolved_policy(Config()).default.texts(), strict=True))
 
 
 def rows(slower=(), ratio=1.5, served=None, **predicted):
