@@ -5,7 +5,6 @@ from enum import IntEnum
 
 from q2compile.runtime_kernels.numerics.schemes import Scheme
 
-
 ROUNDINGS = ("rtn", "sr", "ms_eden", "quest")  # of schemes that it implements
 
 
