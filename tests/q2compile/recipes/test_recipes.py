@@ -27,7 +27,7 @@ def test_every_list_of_recipes_has_each():
     listed = dict(re.findall(row, text("README.md"), re.MULTILINE))
     assert list(RECIPES) == list(listed) == list(PAPERS) == list(get_args(RecipeName))
     assert {**listed, "bf16": ""} == {**PAPERS, "bf16": ""}
-    for page in ("README.md", "examples/guides/options.md"):
+    for page in ("README.md", "examples/guides/configure.md"):
         (others,) = re.findall(r'"recipe": "quartet2",  # or (.*), or ', text(page))
         assert ["quartet2", *others.split(", ")] == list(RECIPES)
     page = text("q2compile/report/page/static/model.js")
