@@ -138,7 +138,7 @@ def _as_grouped(b: Any, gemm: str, groups: Any) -> Any:
     return permute(view(b, [rows, groups, FloorDiv(columns, groups)]), [1, 2, 0])
 
 
-class Operand(NamedTuple):
+class GemmOperand(NamedTuple):
     """An operand of a GEMM, dequantized.
 
     box     [rows, contraction]
@@ -169,7 +169,7 @@ class _Source(NamedTuple):
     args: tuple
 
 
-def operands(gemm: fx.Node) -> list[Operand]:
+def operands(gemm: fx.Node) -> list[GemmOperand]:
     """Both operands of the emulated GEMM that is lowered: dequantized once, and not gathered."""
     known = lowering_state().dequantized
     sources = [_source(gemm, first, at) for first, at in OPERANDS]
@@ -181,7 +181,7 @@ def operands(gemm: fx.Node) -> list[Operand]:
         made = [launches_of(op, *args) for args in missing.values()]
     known.update(zip(missing, made, strict=True))
     return [
-        Operand(known[source.codes], source.codes, gather_of(gemm.args[first]))
+        GemmOperand(known[source.codes], source.codes, gather_of(gemm.args[first]))
         for (first, _), source in zip(OPERANDS, sources, strict=True)
     ]
 

@@ -21,7 +21,7 @@ from q2compile.lowering.gemm_operands import is_read
 from q2compile.lowering.launch_node import LaunchNode, call_argument
 from q2compile.lowering.member import Member, OpCall
 from q2compile.lowering.state import lowering_state
-from q2compile.runtime_kernels.cuda.calls import Layout, is_in_layout
+from q2compile.runtime_kernels.cuda.calls import OperandLayout, is_in_layout
 from q2compile.runtime_kernels.cuda.quantize import grouped_launch
 from q2compile.runtime_kernels.cuda.quantize.grouped_check import Group, begin, checked_as
 from q2compile.runtime_kernels.cuda.quantize.grouped_launch import compile_ahead
@@ -126,7 +126,7 @@ def results_of(op: torch._ops.OpOverload, args: Sequence[Any]) -> Any:
 
 
 @_once_a_kind
-def _layouts_of(name: str, args: Sequence[Any]) -> dict[int, Layout]:
+def _layouts_of(name: str, args: Sequence[Any]) -> dict[int, OperandLayout]:
     """The layouts that the kernel needs, by position of the argument."""
     return launching(name, args).layouts(*fakes(args))
 
@@ -143,11 +143,11 @@ def _checked_as(name: str, args: Sequence[Any]) -> Any:
     return checked_as(name, fakes(args))
 
 
-def _checked_group(members: Sequence[Member], products: Sequence[Product]) -> Group:
+def _checked_group(members: Sequence[Member], products: Sequence[AlphaProduct]) -> Group:
     calls = tuple(_checked_as(member.op, member.args) for member in members)
     others = itertools.count()
     pairs = tuple(
-        grouped_launch.Product(own, next(others) if is_tensor(other) else other)
+        grouped_launch.ScaleProduct(own, next(others) if is_tensor(other) else other)
         for own, other, _ in products
     )
     return Group(calls, pairs, sum(is_tensor(product.other) for product in products))
@@ -178,7 +178,7 @@ def _enqueue_waiting() -> None:
         Launches(members, _products_of(members))
 
 
-class Product(NamedTuple):
+class AlphaProduct(NamedTuple):
     """alpha, a product of two global scales. own: (member, output) of one; other: the same of the
     other, or its tensor; buffer: the result."""
 
@@ -187,7 +187,7 @@ class Product(NamedTuple):
     buffer: Any
 
 
-def _products_of(members: Sequence[Member]) -> list[Product]:
+def _products_of(members: Sequence[Member]) -> list[AlphaProduct]:
     """The products that this group computes for GEMMs: one for each of its operands."""
     state = lowering_state()
     group = state.groups.get(members[0].node)
@@ -198,7 +198,7 @@ def _products_of(members: Sequence[Member]) -> list[Product]:
         for i, member in enumerate(members)
         for place, scale in global_scales(member.node)
     }
-    found: list[Product] = []
+    found: list[AlphaProduct] = []
     for scale, own in makers.items():
         if members[own[0]].buffers[own[1]] is None:
             continue
@@ -215,7 +215,7 @@ def _products_of(members: Sequence[Member]) -> list[Product]:
             state.products[pair] = view(buffer, [])
             if not isinstance(known, tuple):
                 known = ir.ExternKernel.realize_input(known)
-            found.append(Product(own, known, buffer))
+            found.append(AlphaProduct(own, known, buffer))
             break
     return found
 
@@ -250,7 +250,7 @@ def fakes(args: Sequence[Any]) -> list[Any]:
         ]
 
 
-def _laid_out(x: Any, layout: Layout) -> Any:
+def _laid_out(x: Any, layout: OperandLayout) -> Any:
     if ir.is_storage_and_layout(x):
         ir.as_storage_and_layout(x, freeze=True)
     is_one = functools.partial(V.graph.sizevars.statically_known_equals, 1)
@@ -287,7 +287,7 @@ class Launches(LaunchNode):
     def __init__(
         self,
         members: Sequence[Member],
-        products: Sequence[Product] = (),
+        products: Sequence[AlphaProduct] = (),
     ) -> None:
         self._members, self._products = members, products
         device = members[0].device

@@ -35,7 +35,7 @@ from q2compile.torch_internals.dynamo import (
     restore_arguments,
 )
 from q2compile.torch_internals.tested_versions import warn_if_untested
-from q2compile.weight_cache.gathered_inputs import Gathered
+from q2compile.weight_cache.gathered_inputs import GatheredInputs
 
 
 def quartet2(
@@ -73,7 +73,7 @@ def quartet2(
         log.graph("0_dynamo", gm)
         inline_attention(rewritten)
         rows = rewrite(rewritten, config, names)
-        gathered = Gathered(rewritten, names.root)
+        gathered = GatheredInputs(rewritten, names.root)
         gathered.note_gathered(rows, config.uses_cuda_graphs)
         log.rewritten("1_rewritten", rewritten, rows, names)
         if not holds_q2_ops(rewritten):

@@ -49,17 +49,17 @@ class QuantizedLinear(nn.Linear):
     """x [..., K] -> [..., N] by a call of q2::linear. Subclasses multiply by what is no parameter,
     and q2compile leaves such products alone.
 
-    texts: the recipe's three GEMMs, as arguments of the op. salt: of the layer's random bits.
+    texts: the recipe's three GEMMs, as arguments of the op. seed_index: of the layer's random bits.
     """
 
     texts: tuple[str, str, str]
-    salt: int
+    seed_index: int
 
     def forward(self, input: Tensor) -> Tensor:
         return self.multiply(input, self.weight)
 
     def multiply(self, x: Tensor, w: Tensor) -> Tensor:
-        return torch.ops.q2.linear(x, w, self.bias, *self.texts, self.salt)
+        return torch.ops.q2.linear(x, w, self.bias, *self.texts, self.seed_index)
 
 
 class OneOperandLinear(QuantizedLinear):
@@ -76,7 +76,7 @@ class OneOperandLinear(QuantizedLinear):
         return (plain + change).to(plain.dtype)
 
     def product(self, x: Tensor, w: Tensor) -> Tensor:
-        return torch.ops.q2.linear(x, w, self.bias, "bf16", "bf16", "bf16", self.salt)
+        return torch.ops.q2.linear(x, w, self.bias, "bf16", "bf16", "bf16", self.seed_index)
 
     def round(self, operand: Tensor) -> Tensor:
         x_text, w_text = self.texts[0].split(" @ ")
@@ -203,7 +203,7 @@ def replace_linears(model: nn.Module, name: str, options: Mapping[str, Any]) -> 
     if name not in LINEARS:
         raise ValueError(f"linear {name!r}: there is {', '.join(LINEARS)}")
     policy = Config.from_options(dict(options)).resolved_policy
-    for salt, (path, module) in enumerate(model.named_modules()):
+    for seed_index, (path, module) in enumerate(model.named_modules()):
         if type(module) is not nn.Linear:
             continue
         recipe, _ = policy.resolve(path)
@@ -211,7 +211,7 @@ def replace_linears(model: nn.Module, name: str, options: Mapping[str, Any]) -> 
             continue
         module.__class__ = LINEARS[name]
         if isinstance(module, QuantizedLinear):
-            module.texts, module.salt = recipe.texts(), salt
+            module.texts, module.seed_index = recipe.texts(), seed_index
         if isinstance(module, FeedbackLinear):
             module.register_buffer("offset", torch.zeros_like(module.weight))
             module.register_load_state_dict_pre_hook(_without_state)

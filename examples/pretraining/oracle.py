@@ -52,14 +52,14 @@ def by_references(model: nn.Module, options: Mapping[str, Any]) -> Callable[...,
     Forward and backward must both be run within `References` and `exact_sums`.
     """
     policy = Config.from_options(dict(options)).resolved_policy
-    for salt, (name, module) in enumerate(model.named_modules()):
+    for seed_index, (name, module) in enumerate(model.named_modules()):
         if isinstance(module, nn.Linear):
             recipe, _ = policy.resolve(name)
             module.__dict__.pop("forward", None)  # of the options before
             if recipe.quantizes:
-                module.__dict__["forward"] = partial(_linear, module, recipe.texts(), salt)
+                module.__dict__["forward"] = partial(_linear, module, recipe.texts(), seed_index)
     return model
 
 
-def _linear(module: nn.Linear, texts: tuple[str, str, str], salt: int, x: Tensor) -> Tensor:
-    return torch.ops.q2.linear(x, module.weight, module.bias, *texts, salt)
+def _linear(module: nn.Linear, texts: tuple[str, str, str], seed_index: int, x: Tensor) -> Tensor:
+    return torch.ops.q2.linear(x, module.weight, module.bias, *texts, seed_index)

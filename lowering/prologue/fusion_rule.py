@@ -54,7 +54,7 @@ from q2compile.runtime_kernels.cuda.quantize.prologue_source import (
     instructions,
     rows_ahead,
 )
-from q2compile.runtime_kernels.cuda.quantize.rule import Rule
+from q2compile.runtime_kernels.cuda.quantize.rule import ScaleRule
 from q2compile.runtime_kernels.numerics.schemes import Scheme
 
 # By major compute capability; where no other is known, the GPU to whom bytes are cheapest.
@@ -83,7 +83,7 @@ def why_not(
     ratio = expected(expression, spec, directions, capability, shared)
     if ratio <= MARGIN:
         return None
-    often = ", twice for an exact global scale," if Rule.of(spec) == Rule.EXACT else ""
+    often = ", twice for an exact global scale," if ScaleRule.of(spec) == ScaleRule.EXACT else ""
     return (
         f"{bytes_read(expression):.1f} bytes and {instructions(expression):.0f} instructions an "
         f"element{often} are expected to take {ratio:.2f} of the time without fusing, more than "
@@ -111,7 +111,7 @@ def expected(
     unfused += count * max(rounded / rate, size + written)
     waited = _WAITED * read / rows_ahead(expression)
     fused = max((made + count * rounded) / rate + waited, read + count * written)
-    if Rule.of(spec) == Rule.EXACT:
+    if ScaleRule.of(spec) == ScaleRule.EXACT:
         largest = _LARGEST * directions
         unfused += max(largest / rate, size)
         fused += max((made + largest) / rate + waited, read)

@@ -37,7 +37,7 @@ from q2compile.torch_internals.inductor import (
 )
 from q2compile.torch_internals.partitioner import PARTITIONER_SLOT, partitioner_in_slot
 from q2compile.torch_internals.patches import patched
-from q2compile.weight_cache.gathered_inputs import Gathered
+from q2compile.weight_cache.gathered_inputs import GatheredInputs
 
 
 def compile_graph(
@@ -49,7 +49,7 @@ def compile_graph(
     watcher: Watcher | None = None,
     fault: Fault | None = None,
     instrumentation: Instrumentation | None = None,
-    gathered: Gathered | None = None,
+    gathered: GatheredInputs | None = None,
 ) -> Callable[..., Any]:
     """Compile a rewritten graph. With on_error="bf16" its backward is compiled at once, so that a
     failure there is caught as well.
@@ -89,7 +89,10 @@ def compile_graph(
 
 
 def compile_plain(
-    gm: fx.GraphModule, example_inputs: list[Any], config: Config, gathered: Gathered | None = None
+    gm: fx.GraphModule,
+    example_inputs: list[Any],
+    config: Config,
+    gathered: GatheredInputs | None = None,
 ) -> Callable[..., Any]:
     """Compile Dynamo's graph as it came: no pass, no patch and no setting of ours, so that Inductor
     generates what it does for backend="inductor".
@@ -108,7 +111,7 @@ def _of_gathered(
     one: Callable[..., Callable[..., Any]],
     watcher: Watcher | None,
     instrumentation: Instrumentation | None,
-    gathered: Gathered,
+    gathered: GatheredInputs,
 ) -> Callable[..., Any]:
     """The compiled graph, which takes the codes of its sharded weights as inputs."""
     gm, inputs, sites = gathered.take_codes(gm, example_inputs)

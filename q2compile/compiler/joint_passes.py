@@ -6,7 +6,7 @@ from __future__ import annotations
 from torch import fx
 
 from q2compile.compiler.pass_runner import PassRunner
-from q2compile.passes import Wanted
+from q2compile.passes import PassConditions
 from q2compile.torch_internals.partitioner import is_checkpointed
 
 
@@ -21,11 +21,11 @@ class JointPasses(PassRunner):
         if any(n.name.startswith("tangents") for n in graph.find_nodes(op="placeholder")):
             self.run_passes(graph, "joint")
 
-    def wanted(self, graph: fx.Graph) -> Wanted:
+    def wanted(self, graph: fx.Graph) -> PassConditions:
         config = self.config
         # Under activation checkpointing the user decides what is saved.
         by_peak = config.weights_by_peak and not is_checkpointed(graph)
-        return Wanted(
+        return PassConditions(
             random_forward=config.resolved_policy.random_forward,
             keep_packed=config.keep_packed,
             recompute_weights=config.recompute_weights is True or by_peak,

@@ -35,7 +35,7 @@ class PassRunner(CustomGraphPass):
         self.first = first
         self.running = ""
 
-    def wanted(self, graph: fx.Graph) -> passes.Wanted:
+    def wanted(self, graph: fx.Graph) -> passes.PassConditions:
         """The facts that decide which passes this graph gets."""
         raise NotImplementedError
 

@@ -17,7 +17,7 @@ from q2compile.compiler.pass_runner import PassRunner
 from q2compile.compiler.watcher import Watcher
 from q2compile.config import Config
 from q2compile.errors import BackendError
-from q2compile.passes import Wanted
+from q2compile.passes import PassConditions
 from q2compile.passes.graph_queries import device_of, q2_nodes
 from q2compile.passes.verify import check_spec
 from q2compile.runtime_kernels.registry import bound, ops, warm_up
@@ -105,9 +105,9 @@ class PostGradPasses(PassRunner):
             self.insertion(graph, kind)
             _load_kernels(graph)
 
-    def wanted(self, graph: fx.Graph) -> Wanted:
+    def wanted(self, graph: fx.Graph) -> PassConditions:
         device = next((device_of(node.all_input_nodes[0]) for node in q2_nodes(graph)), None)
-        return Wanted(
+        return PassConditions(
             random_forward=self.config.resolved_policy.random_forward,
             keep_packed=False,
             recompute_weights=False,

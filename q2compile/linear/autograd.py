@@ -243,7 +243,7 @@ def _keep(
             saved[f"{other}.mask"] = made[f"{other}.mask"]
 
 
-def _seed_ahead(recipe: Recipe, gemm_name: str, anchor: Tensor, salt: int) -> Tensor | None:
+def _seed_ahead(recipe: Recipe, gemm_name: str, anchor: Tensor, seed_index: int) -> Tensor | None:
     """The seed for an operand of the backward that the forward quantizes; None where it draws none.
 
     It is drawn before fprop's quantizers, so that one call can make both operands from one read
@@ -251,7 +251,7 @@ def _seed_ahead(recipe: Recipe, gemm_name: str, anchor: Tensor, salt: int) -> Te
     """
     gemm: Gemm | None = getattr(recipe, gemm_name)
     draws = gemm is not None and gemm.b.source == "forward" and gemm.b.draws
-    return torch.ops.q2.seed(anchor, salt) if draws else None
+    return torch.ops.q2.seed(anchor, seed_index) if draws else None
 
 
 def _backward_gemm(
@@ -261,7 +261,7 @@ def _backward_gemm(
     dy: Tensor,
     saved: Saved,
     columns: int,
-    salt: int,
+    seed_index: int,
 ) -> Tensor:
     """dx [T, K] = dy w, or dw [N, K] = dyᵀ x.
 
@@ -275,7 +275,7 @@ def _backward_gemm(
         return product.plain(gemm_name, dy, saved[name])
     seed = saved.get(f"{gemm_name}.seed")
     if seed is None and (gemm.a.draws or gemm.b.draws):
-        seed = torch.ops.q2.seed(dy, salt)
+        seed = torch.ops.q2.seed(dy, seed_index)
     dtype = dy.dtype
     if transpose:
         a = product.columnwise(gemm_name, dy, gemm.a, seed, rng_offset=0)
@@ -316,7 +316,7 @@ def forward(
     w: Tensor,
     bias: Tensor | None,
     recipe: Recipe,
-    salt: int,
+    seed_index: int,
     w_parts: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Saved]:
     """y and what to save, for an autograd.Function whose first inputs are x, w and bias.
@@ -324,7 +324,7 @@ def forward(
     w_parts: what fprop makes of w, where it has been made before.
     """
     with layouts_without_guards(x.shape[0]):
-        return _forward(ctx, product, x, w, bias, recipe, salt, w_parts)
+        return _forward(ctx, product, x, w, bias, recipe, seed_index, w_parts)
 
 
 def _forward(
@@ -334,16 +334,22 @@ def _forward(
     w: Tensor,
     bias: Tensor | None,
     recipe: Recipe,
-    salt: int,
+    seed_index: int,
     w_parts: Sequence[Tensor],
 ) -> tuple[Tensor, Saved]:
     made, saved = Saved(x=x, w=w), Saved()
     ctx.needs_x, ctx.needs_w, *_ = ctx.needs_input_grad
-    ctx.recipe, ctx.columns, ctx.salts = recipe, w.shape[1], (2 * salt, 2 * salt + 1)
+    ctx.recipe, ctx.columns, ctx.seed_indices = (
+        recipe,
+        w.shape[1],
+        (2 * seed_index, 2 * seed_index + 1),
+    )
     wanted = {"dgrad": (ctx.needs_x, w), "wgrad": (ctx.needs_w, x)}
     seeds = {
-        name: _seed_ahead(recipe, name, anchor, own_salt)
-        for (name, (needed, anchor)), own_salt in zip(wanted.items(), ctx.salts, strict=True)
+        name: _seed_ahead(recipe, name, anchor, own_index)
+        for (name, (needed, anchor)), own_index in zip(
+            wanted.items(), ctx.seed_indices, strict=True
+        )
         if needed
     }
     if recipe.fprop is None:
@@ -365,9 +371,13 @@ def backward(
     # Under autocast a GEMM in high precision would have the dtype of that.
     with layouts_without_guards(dy.shape[0]), without_autocast(dy.device.type):
         if ctx.needs_x:
-            dx = _backward_gemm(product, ctx.recipe, "dgrad", dy, saved, ctx.columns, ctx.salts[0])
+            dx = _backward_gemm(
+                product, ctx.recipe, "dgrad", dy, saved, ctx.columns, ctx.seed_indices[0]
+            )
         if ctx.needs_w:
-            dw = _backward_gemm(product, ctx.recipe, "wgrad", dy, saved, ctx.columns, ctx.salts[1])
+            dw = _backward_gemm(
+                product, ctx.recipe, "wgrad", dy, saved, ctx.columns, ctx.seed_indices[1]
+            )
     return dx, dw
 
 
@@ -381,10 +391,10 @@ class LinearFunction(torch.autograd.Function):
         w: Tensor,
         bias: Tensor | None,
         recipe: Recipe,
-        salt: int,
+        seed_index: int,
         *w_parts: Tensor,
     ) -> Tensor:
-        y, saved = forward(ctx, of_rows(x, recipe), x, w, bias, recipe, salt, w_parts)
+        y, saved = forward(ctx, of_rows(x, recipe), x, w, bias, recipe, seed_index, w_parts)
         ctx.save_for_backward(*saved.values())
         ctx.names = tuple(saved)
         ctx.needs_bias = ctx.needs_input_grad[2]

@@ -26,7 +26,7 @@ from q2compile.runtime_kernels.cuda.checked_cases import (
     OF_FORMAT,
     REQUANTIZED,
     ROWWISE,
-    Use,
+    CheckKey,
     used,
 )
 from q2compile.runtime_kernels.cuda.jit.launch import multiplies_codes, unsupported
@@ -42,7 +42,7 @@ from q2compile.runtime_kernels.ops.table import (
     QUANTIZE,
     SPLIT_SCALES,
     TRANSPOSE,
-    Variant,
+    QuantizerVariant,
 )
 from q2compile.runtime_kernels.registry import CPP, CUBLASLT_FP4, CUDA_BF16, TRITON_FP4
 
@@ -73,7 +73,9 @@ def begin_checks(texts: Iterable[tuple[str, str, str]], device: torch.device, fu
             fused.begin(index, keywords, operands)
 
 
-def checked_calls(recipe: Recipe, codes: bool) -> Iterator[tuple[str | Variant | Use, str]]:
+def checked_calls(
+    recipe: Recipe, codes: bool
+) -> Iterator[tuple[str | QuantizerVariant | CheckKey, str]]:
     """The quantizers of a recipe as they will be called, with schemes, and further ops that will
     run. codes: whether GEMMs read codes, with swizzled scales; else dequantized operands. Those of
     fp8 are Inductor's kernels, which are checked as they are lowered."""
@@ -82,7 +84,7 @@ def checked_calls(recipe: Recipe, codes: bool) -> Iterator[tuple[str | Variant |
             yield of, scheme
 
 
-def _calls(recipe: Recipe, codes: bool) -> Iterator[tuple[str | Variant | Use, str]]:
+def _calls(recipe: Recipe, codes: bool) -> Iterator[tuple[str | QuantizerVariant | CheckKey, str]]:
     """The calls of a recipe in every scheme."""
     fprop = recipe.fprop
     for operand in (fprop.a, fprop.b) if fprop else ():
@@ -177,7 +179,7 @@ def fused_calls(recipe: Recipe, codes: bool) -> Iterator[dict[str, Any]]:
         }
 
 
-def _both(row: Operand | None, column: Operand | None) -> Variant | None:
+def _both(row: Operand | None, column: Operand | None) -> QuantizerVariant | None:
     """The variant of the one call that makes two operands of a matrix (`pair_directions`)."""
     if row is None or column is None:
         return None
@@ -185,7 +187,7 @@ def _both(row: Operand | None, column: Operand | None) -> Variant | None:
     return None if rotated is None else BOTH._replace(rows_unrotated=not rotated)
 
 
-def _of_gradients(recipe: Recipe) -> Iterator[tuple[Variant, Operand]]:
+def _of_gradients(recipe: Recipe) -> Iterator[tuple[QuantizerVariant, Operand]]:
     """The quantizers of dy: one for rowwise and columnwise where that can be
     (`pair_directions`)."""
     dgrad = recipe.dgrad.a if recipe.dgrad else None

@@ -23,7 +23,7 @@ from q2compile.torch_internals.jagged import jagged_like
 
 _library = torch.library.Library("q2", "FRAGMENT")
 _library.define(
-    "linear(Tensor x, Tensor w, Tensor? bias, str fprop, str dgrad, str wgrad, int salt,"
+    "linear(Tensor x, Tensor w, Tensor? bias, str fprop, str dgrad, str wgrad, int seed_index,"
     " Tensor[]? codes=None) -> Tensor"
 )
 _library.define("quantize_weight(Tensor w, str operand, ScalarType dtype) -> Tensor[]")
@@ -36,14 +36,14 @@ def linear(
     fprop: str,
     dgrad: str,
     wgrad: str,
-    salt: int,
+    seed_index: int,
     codes: Sequence[Tensor] | None = None,
 ) -> Tensor:
     """y [..., N] = x [..., K] wᵀ + bias, each GEMM as its text says (`recipes.Gemm`).
 
     x may be a jagged nested tensor [B, j, ..., K]. Under autocast x and w are cast first, as
-    torch's own linear would. ``salt`` tells the sites of one graph apart, so that two equal layers
-    with the same gradient do not draw the same random bits. ``codes``: what
+    torch's own linear would. ``seed_index`` tells the sites of one graph apart, so that two equal
+    layers with the same gradient do not draw the same random bits. ``codes``: what
     `quantize_weight` makes of w, of this rank's part where w is a DTensor; None to make it here.
     """
     x, w, bias = cast(x, w, bias)
@@ -51,7 +51,7 @@ def linear(
 
     def local_linear(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
-        y = LinearFunction.apply(flat, w, bias, recipe, salt, *(codes or ()))
+        y = LinearFunction.apply(flat, w, bias, recipe, seed_index, *(codes or ()))
         return y.reshape(*x.shape[:-1], w.shape[0])
 
     with without_autocast(x.device.type):

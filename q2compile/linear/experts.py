@@ -43,7 +43,7 @@ from q2compile.runtime_kernels.numerics.schemes import SCHEMES
 from q2compile.runtime_kernels.numerics.transforms import TRANSFORMS
 
 _library = torch.library.Library("q2", "FRAGMENT")
-_TEXTS = "str fprop, str dgrad, str wgrad, int salt, Tensor[]? codes=None"
+_TEXTS = "str fprop, str dgrad, str wgrad, int seed_index, Tensor[]? codes=None"
 
 
 class Grouped(InGroups):
@@ -113,10 +113,16 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, w: Tensor, offs: Tensor, recipe: Recipe, salt: int, *w_parts: Tensor
+        ctx: Any,
+        x: Tensor,
+        w: Tensor,
+        offs: Tensor,
+        recipe: Recipe,
+        seed_index: int,
+        *w_parts: Tensor,
     ) -> Tensor:
         padded_offs = torch.ops.q2.padded_ends(offs)
-        y, saved = forward(ctx, Grouped(offs, padded_offs), x, w, None, recipe, salt, w_parts)
+        y, saved = forward(ctx, Grouped(offs, padded_offs), x, w, None, recipe, seed_index, w_parts)
         ctx.save_for_backward(offs, padded_offs, *saved.values())
         ctx.names = tuple(saved)
         return y
@@ -137,7 +143,7 @@ def grouped_linear(
     fprop: str,
     dgrad: str,
     wgrad: str,
-    salt: int,
+    seed_index: int,
     codes: Sequence[Tensor] | None = None,
 ) -> Tensor:
     """y [T, N]: the rows of x [T, K] of group e times w[e] of w [E, N, K].
@@ -147,7 +153,7 @@ def grouped_linear(
     w [E * N, K]. Autocast casts nothing, as it casts nothing for torch._grouped_mm.
     """
     recipe, offs = parse(fprop, dgrad, wgrad), offs.to(torch.int32)
-    return _GroupedLinear.apply(x, w.flatten(0, 1), offs, recipe, salt, *(codes or ()))
+    return _GroupedLinear.apply(x, w.flatten(0, 1), offs, recipe, seed_index, *(codes or ()))
 
 
 def batched_linear(
@@ -156,14 +162,14 @@ def batched_linear(
     fprop: str,
     dgrad: str,
     wgrad: str,
-    salt: int,
+    seed_index: int,
     codes: Sequence[Tensor] | None = None,
 ) -> Tensor:
     """y [E, ..., N]: x[e] [..., K] times w[e] [N, K]. Under autocast cast as bmm's operands are."""
     x, w = cast(x, w)
     rows = x.reshape(w.shape[0], -1, w.shape[2])
     ends = torch.arange(1, w.shape[0] + 1, dtype=torch.int32, device=x.device) * rows.shape[1]
-    y = grouped_linear(rows.flatten(0, 1), w, ends, fprop, dgrad, wgrad, salt, codes)
+    y = grouped_linear(rows.flatten(0, 1), w, ends, fprop, dgrad, wgrad, seed_index, codes)
     return y.view(*x.shape[:-1], w.shape[1])
 
 
@@ -174,7 +180,7 @@ def indexed_linear(
     fprop: str,
     dgrad: str,
     wgrad: str,
-    salt: int,
+    seed_index: int,
     codes: Sequence[Tensor] | None = None,
 ) -> Tensor:
     """y [..., N]: the row t of x [..., K] times w[index[t]].
@@ -190,7 +196,7 @@ def indexed_linear(
     ends = torch.searchsorted(
         ordered, torch.arange(experts, dtype=index.dtype, device=x.device), right=True
     )
-    y = grouped_linear(x[order], w, ends, fprop, dgrad, wgrad, salt, codes)
+    y = grouped_linear(x[order], w, ends, fprop, dgrad, wgrad, seed_index, codes)
     return y[order.argsort()].view(*places, w.shape[1])
 
 

@@ -55,7 +55,7 @@ Kind = Literal["joint", "post_grad"]
 
 
 @dataclass(frozen=True)
-class Wanted:
+class PassConditions:
     """The facts of a configuration and a graph that decide which passes it gets.
 
     random_forward     a recipe of the policy draws random bits in its forward
@@ -74,11 +74,11 @@ class Wanted:
     seed: int | None = None
 
 
-def _always(wanted: Wanted) -> bool:
+def _always(wanted: PassConditions) -> bool:
     return True
 
 
-def _nothing_more(wanted: Wanted) -> tuple[Any, ...]:
+def _nothing_more(wanted: PassConditions) -> tuple[Any, ...]:
     return ()
 
 
@@ -99,8 +99,8 @@ class Pass:
     name: str
     run: Callable[..., int]
     graph: Kind
-    when: Callable[[Wanted], bool] = _always
-    takes: Callable[[Wanted], tuple[Any, ...]] = _nothing_more
+    when: Callable[[PassConditions], bool] = _always
+    takes: Callable[[PassConditions], tuple[Any, ...]] = _nothing_more
     notes: Callable[[fx.Graph], list[str]] = _no_notes
 
 

@@ -22,7 +22,7 @@ from q2compile.report.graph_record import GraphRecord
 from q2compile.report.graph_text import readable
 from q2compile.report.kernel_choice import set_kernels
 from q2compile.report.model_coverage import Coverage
-from q2compile.report.report import Report, collector, table
+from q2compile.report.report import RunReport, collector, table
 from q2compile.report.row import Row
 from q2compile.report.saved_for_backward import count_saved, note_weights
 from q2compile.torch_internals.aot_autograd import compiles_ahead_of_time, graph_kind
@@ -48,7 +48,7 @@ class GraphLog:
         self._records: list[GraphRecord] = []
         self._passes: list[PassRecord] = []
         self.folder: Path | None = None
-        self._reports: list[tuple[Report, DumpFolder | None]] = []
+        self._reports: list[tuple[RunReport, DumpFolder | None]] = []
         if config.dump is not None:
             folder = DumpFolder.get(os.fspath(config.dump))
             self.folder, record = folder.new_graph()
@@ -179,10 +179,12 @@ class GraphLog:
 
 def _note_gathered(graph: fx.Graph, rows: list[Row]) -> None:
     """Weights that a forward gathers, as pass `quantize_shards` notes it."""
-    of_salt = {s: text for node in graph.nodes for s, text in node.meta.get(GATHERS, {}).items()}
+    of_seed_index = {
+        s: text for node in graph.nodes for s, text in node.meta.get(GATHERS, {}).items()
+    }
     for row in rows:
-        if row.taken and row.salt in of_salt:
-            row.gathered = of_salt[row.salt]
+        if row.taken and row.seed_index in of_seed_index:
+            row.gathered = of_seed_index[row.seed_index]
 
 
 def _asked_of_weights(config: Config) -> str:

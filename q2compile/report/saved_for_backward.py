@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from q2compile.capture.node_meta import SALT
+from q2compile.capture.node_meta import SEED_INDEX
 from q2compile.passes.graph_queries import GEMM_OPS, is_q2, producer, q2_nodes
 from q2compile.passes.joint.keep_packed import RECOMPUTE
 from q2compile.report.row import Row
@@ -23,23 +23,26 @@ def count_saved(graph: fx.Graph, rows: list[Row]) -> None:
 
     Counted are the outputs of quantizing ops (codes, scales, global scale, masks). A tensor that
     matmuls share counts for the one whose ops made it, the first."""
-    salts = {_salt(node) for node in graph.nodes}  # of a forward left in bf16, too
-    bytes_of = dict.fromkeys(salts, 0)
-    elements_of = dict.fromkeys(salts, 0)
+    seed_indices = {_seed_index(node) for node in graph.nodes}  # of a forward left in bf16, too
+    bytes_of = dict.fromkeys(seed_indices, 0)
+    elements_of = dict.fromkeys(seed_indices, 0)
     saved: Any = graph.output_node().args[0]
     for node in dict.fromkeys(saved):
         op: Any = producer(node) if isinstance(node, fx.Node) else None
         if not op or not _quantizes(op):
             continue
         value = node.meta["val"]
-        bytes_of[_salt(op)] += _concrete(value.numel()) * value.element_size()
+        bytes_of[_seed_index(op)] += _concrete(value.numel()) * value.element_size()
         if node.args[1] == 0:  # the codes stand for the elements of what was quantized
             source = op.args[0].meta["val"]
             pairs = is_q2(op, TRANSPOSE) and source.dtype == torch.uint8  # two codes in each
-            elements_of[_salt(op)] += (2 if pairs else 1) * _concrete(source.numel())
+            elements_of[_seed_index(op)] += (2 if pairs else 1) * _concrete(source.numel())
     for row in rows:
-        if row.taken and row.salt in salts:
-            row.saved_bytes, row.saved_elements = bytes_of[row.salt], elements_of[row.salt]
+        if row.taken and row.seed_index in seed_indices:
+            row.saved_bytes, row.saved_elements = (
+                bytes_of[row.seed_index],
+                elements_of[row.seed_index],
+            )
 
 
 def note_weights(graph: fx.Graph, rows: list[Row], why: Mapping[str, str], otherwise: str) -> None:
@@ -61,12 +64,12 @@ def note_weights(graph: fx.Graph, rows: list[Row], why: Mapping[str, str], other
         recomputed = weight.meta.get("recompute") in RECOMPUTE
         reason = why.get(weight.name, otherwise)
         if _quantizes(weight) and reason and (weight in saved_weights or recomputed):
-            weight_texts[_salt(weight)] = (
+            weight_texts[_seed_index(weight)] = (
                 f"{'saved' if weight in saved_weights else 'recomputed'}: {reason}"
             )
     for row in rows:
-        if row.taken and row.salt in weight_texts:
-            row.weight = weight_texts[row.salt]
+        if row.taken and row.seed_index in weight_texts:
+            row.weight = weight_texts[row.seed_index]
 
 
 def _quantizes(op: fx.Node) -> bool:
@@ -75,9 +78,9 @@ def _quantizes(op: fx.Node) -> bool:
     return is_q2(op, TRANSPOSE) if call is None else call.source_scheme is None
 
 
-def _salt(op: fx.Node) -> int | None:
-    """The salt of the matmul that ``op`` is a part of; None if it is not known."""
-    return op.meta.get("custom", {}).get(SALT)
+def _seed_index(op: fx.Node) -> int | None:
+    """The seed index of the matmul that ``op`` is a part of; None if it is not known."""
+    return op.meta.get("custom", {}).get(SEED_INDEX)
 
 
 def _concrete(n: Any) -> int:

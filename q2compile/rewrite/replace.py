@@ -24,17 +24,17 @@ import q2compile.linear.dense
 import q2compile.linear.experts  # noqa: F401  registers q2::linear and its variants
 from q2compile.capture.expert_spellings import is_look_up
 from q2compile.capture.matmul import Matmul, View
-from q2compile.capture.node_meta import SALT
+from q2compile.capture.node_meta import SEED_INDEX
 from q2compile.capture.views import example, is_view_or_cast, transposes, viewed
 from q2compile.recipes.recipe import Recipe
 
 
-def replace_by_linear(found: Matmul, recipe: Recipe, salt: int) -> fx.Node:
+def replace_by_linear(found: Matmul, recipe: Recipe, seed_index: int) -> fx.Node:
     """Replace one matmul by `q2::linear`, or a variant for experts, with its views. Returns the
     node of the result."""
     before = found.node.prev
     try:
-        out = _built(found, recipe, salt)
+        out = _built(found, recipe, seed_index)
     except Exception:  # the graph is as it was, and the caller says what could not be done
         while found.node.prev is not before:
             found.gm.graph.erase_node(found.node.prev)
@@ -47,16 +47,16 @@ def replace_by_linear(found: Matmul, recipe: Recipe, salt: int) -> fx.Node:
     return out
 
 
-def _built(found: Matmul, recipe: Recipe, salt: int) -> fx.Node:
+def _built(found: Matmul, recipe: Recipe, seed_index: int) -> fx.Node:
     """The new nodes, before the one that they stand for; returns that of the result."""
     graph, node = found.gm.graph, found.node
-    site = {**node.meta.get("custom", {}), SALT: salt}
+    site = {**node.meta.get("custom", {}), SEED_INDEX: seed_index}
     with graph.inserting_before(node):
         x = with_views(graph, found.x, found.x_views)
         w = with_views(graph, found.w, found.w_views)
         third = {"linear": (found.bias,), "batched_linear": ()}.get(found.op, (found.groups,))
         op = getattr(torch.ops.q2, found.op).default
-        y = graph.call_function(op, (x, w, *third, *recipe.texts(), salt))
+        y = graph.call_function(op, (x, w, *third, *recipe.texts(), seed_index))
         y.meta = {**node.meta, "custom": site}
         if found.y_views:
             with torch.no_grad():

@@ -41,27 +41,27 @@ def rewrite(gm: fx.GraphModule, config: Config, names: Names) -> list[Row]:
     if names.failure is not None and config.resolved_policy.rules:
         raise names.failure  # a policy would match other names than those it means
     rows: list[Row] = []
-    salt = 0
+    seed_index = 0
     calls = own_bodies(gm)
     for found, row, recipe in planned(gm, config, names):
         if isinstance(found, Matmul) and recipe.quantizes:
             try:
-                replace_by_linear(found, recipe, salt)
-                row.taken, row.salt = True, salt
+                replace_by_linear(found, recipe, seed_index)
+                row.taken, row.seed_index = True, seed_index
                 names.taken.append(found.parameter)
-                salt += 1
+                seed_index += 1
             except _NOT_OF_ONE_MATMUL:
                 raise
             except Exception as error:
                 _, row, _ = _left_alone(found, error, config, names)
         rows.append(row)
-    if salt:
+    if seed_index:
         inputs = gm.graph.find_nodes(op="placeholder")
         raise_on_async_inputs(node.meta.get("example_value") for node in inputs)
-    salts = share_bodies(calls)
+    seed_indices = share_bodies(calls)
     for row in rows:
-        while row.salt in salts:
-            row.salt = salts[row.salt]
+        while row.seed_index in seed_indices:
+            row.seed_index = seed_indices[row.seed_index]
     for module in called_graphs(gm):
         module.recompile()
     return rows

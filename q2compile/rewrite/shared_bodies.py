@@ -91,13 +91,13 @@ def _own_body(
 
 
 def share_bodies(calls: Iterable[BodyCall]) -> dict[int, int]:
-    """Undo `own_bodies` for bodies of invoke_subgraph that differ in nothing but salts; return
-    {a salt that is no more: the one in its place}.
+    """Undo `own_bodies` for bodies of invoke_subgraph that differ in nothing but seed indices;
+    return {a seed index that is no more: the one in its place}.
 
-    The salt keeps the draws of two equal layers with one gradient apart within a graph. Each call
-    of a shared body draws for itself.
+    The seed index keeps the draws of two equal layers with one gradient apart within a graph. Each
+    call of a shared body draws for itself.
     """
-    salts: dict[int, int] = {}
+    seed_indices: dict[int, int] = {}
     first_of: dict[Any, BodyCall] = {}
     sites: dict[fx.Node, list[str]] = {}
     for call in calls:
@@ -107,7 +107,7 @@ def share_bodies(calls: Iterable[BodyCall]) -> dict[int, int]:
         if first is call:
             continue
         for node, first_node in zip(_q2_nodes(call.body), _q2_nodes(first.body), strict=True):
-            salts[node.args[-1]] = first_node.args[-1]
+            seed_indices[node.args[-1]] = first_node.args[-1]
             sites.setdefault(first_node, [_site(first_node)]).append(_site(node))
         call.call.args = (first.name, first.call.args[1], *call.call.args[2:])
         call.caller.graph.erase_node(call.name)
@@ -115,11 +115,11 @@ def share_bodies(calls: Iterable[BodyCall]) -> dict[int, int]:
     for node, names in sites.items():
         more = f" and {len(names) - 2} more" if len(names) > 2 else ""
         node.meta["custom"] = {**node.meta["custom"], SITE: ", ".join(names[:2]) + more}
-    return salts
+    return seed_indices
 
 
 def _q2_nodes(body: fx.GraphModule) -> list[Any]:
-    """The calls that `rewrite` put there, in a fixed order; their last argument is the salt."""
+    """The calls that `rewrite` inserted, in a fixed order. Their last argument is seed_index."""
     return [n for gm in called_graphs(body) for n in gm.graph.nodes if _is_q2(n)]
 
 
@@ -132,7 +132,7 @@ def _site(node: fx.Node) -> str:
 
 
 def _signature(body: fx.GraphModule) -> tuple[Any, ...]:
-    """A key of what a body computes: all but salts and the names of inner bodies, to compare
+    """A key of what a body computes: all but seed indices and the names of inner bodies, to compare
     copies."""
     index = {node: f"%{i}" for i, node in enumerate(body.graph.nodes)}
     lines: list[Any] = []

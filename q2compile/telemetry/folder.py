@@ -321,7 +321,7 @@ def _process() -> str:
     return f"process{os.getpid()}"
 
 
-def forget() -> None:
+def forget_folders() -> None:
     """As in a new process: no folder is in use."""
     Folder._open.clear()
     for lock in _Folders.locks.values():

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from q2compile.capture.node_meta import SALT
+from q2compile.capture.node_meta import SEED_INDEX
 from q2compile.passes.graph_queries import (
     GEMM_OPS,
     depending_on_tangents,
@@ -53,17 +53,17 @@ from q2compile.runtime_kernels.ops.table import (
     set_call,
 )
 
-Place = tuple[int, str, str]  # salt of the linear, gemm, operand
+Place = tuple[int, str, str]  # seed index of the linear, gemm, operand
 
 
 @dataclass
-class Layout:
+class NoteLayout:
     """The tensors of one note: a vector of marks; a vector of statistics for each index that a row
     has; codes of weights.
 
     marks    the operand of each mark, in the order in which the graph multiplies
     rows     (operand, index of its statistics): equal operands of several GEMMs share one
-    weights  the linear (salt) of each tensor of codes
+    weights  the linear (seed index) of each tensor of codes
     """
 
     marks: list[Place] = field(default_factory=list)
@@ -81,13 +81,16 @@ class Layout:
 
     @staticmethod
     @cache
-    def parse(text: str) -> Layout:
+    def parse(text: str) -> NoteLayout:
         """The layout that `text` wrote. Cached, since a graph that runs on the host notes in every
         step."""
         found = json.loads(text.replace("'", '"'))
-        return Layout(
-            [(salt, gemm, role) for salt, gemm, role in found["marks"]],
-            [((salt, gemm, role), index) for (salt, gemm, role), index in found["rows"]],
+        return NoteLayout(
+            [(seed_index, gemm, role) for seed_index, gemm, role in found["marks"]],
+            [
+                ((seed_index, gemm, role), index)
+                for (seed_index, gemm, role), index in found["rows"]
+            ],
             found["weights"],
         )
 
@@ -116,14 +119,14 @@ def insert_recording(
 ) -> None:
     """Change a "forward" or "backward" graph of AOTAutograd's in place.
 
-    place: of its notes.  recipes: of its linears, by salt.  wanted: the salts of those to record;
-    None makes a plain graph.
+    place: of its notes.  recipes: of its linears, by seed_index.  wanted: the seed_index of
+    each one to record; None makes a plain graph.
     """
     inputs = graph.find_nodes(op="placeholder")
     if not any(n.name.startswith(("primals", "tangents")) for n in inputs):
         return  # inference, or the body of a higher-order op
     uses = list(_uses(graph, kind, recipes))
-    layout, noted = Layout(), []
+    layout, noted = NoteLayout(), []
     end = graph.output_node()
     marks = _add_marks(graph, uses, layout, end)
     if marks is not None:
@@ -147,10 +150,12 @@ def _uses(graph: fx.Graph, kind: str, recipes: dict[int, Recipe]) -> Iterator[_U
     """The quantized operands of a graph's GEMMs, in their order; those of a forward graph include
     what only the backward will multiply. Operands that the forward saved are the forward's."""
     from_tangents = depending_on_tangents(graph)
-    salts_of: dict[Any, list[int]] = {}  # what an x is quantized from -> the linears that take it
+    seed_indices_of: dict[
+        Any, list[int]
+    ] = {}  # what an x is quantized from -> the linears that take it
     for gemm in q2_nodes(graph, *GEMM_OPS):
-        salt = _salt(gemm)
-        if salt not in recipes:
+        seed_index = _seed_index(gemm)
+        if seed_index not in recipes:
             continue
         args: Any = named_arguments(gemm)
         name = _gemm_name(gemm, from_tangents)
@@ -164,26 +169,26 @@ def _uses(graph: fx.Graph, kind: str, recipes: dict[int, Recipe]) -> Iterator[_U
                 maker = producer(parts[0])
             if kind == "backward" and maker.op == "placeholder":
                 continue
-            use = _Use((salt, name, role), parts, args[f"{operand_name}_scheme"])
+            use = _Use((seed_index, name, role), parts, args[f"{operand_name}_scheme"])
             yield use
             if name == "fprop" and role == "x" and maker.op != "placeholder":
-                salts_of.setdefault(maker.args[0], []).append(salt)
-            if name == "fprop" and (reusing := _reusing(recipes[salt], role)) is not None:
-                yield _Use((salt, reusing, role), parts, use.scheme)
+                seed_indices_of.setdefault(maker.args[0], []).append(seed_index)
+            if name == "fprop" and (reusing := _reusing(recipes[seed_index], role)) is not None:
+                yield _Use((seed_index, reusing, role), parts, use.scheme)
     if kind == "forward":
-        yield from _saved_uses(graph, recipes, salts_of)
+        yield from _saved_uses(graph, recipes, seed_indices_of)
 
 
 def _saved_uses(
-    graph: fx.Graph, recipes: dict[int, Recipe], salts_of: dict[Any, list[int]]
+    graph: fx.Graph, recipes: dict[int, Recipe], seed_indices_of: dict[Any, list[int]]
 ) -> Iterator[_Use]:
     """x that the forward quantizes for wgrad, alone or together with fprop's x."""
     for node, call in quantizers(graph):
         if call.source_scheme is not None or call.masked:
             continue
         outputs = {n.args[1]: n for n in node.users if n.target is operator.getitem}
-        own = _salt(node)
-        salts = salts_of.get(call.x, [] if own is None else [own])
+        own = _seed_index(node)
+        seed_indices = seed_indices_of.get(call.x, [] if own is None else [own])
         for operand in call.operands:
             if not (call.rotated or operand.columnwise):
                 continue
@@ -193,12 +198,12 @@ def _saved_uses(
                 is_q2(user, *GEMM_OPS) for n in parts for user in n.users
             ):
                 continue
-            for salt in salts:
-                wgrad = recipes[salt].wgrad if salt in recipes else None
+            for seed_index in seed_indices:
+                wgrad = recipes[seed_index].wgrad if seed_index in recipes else None
                 if wgrad is not None and wgrad.b.source == "forward":
                     codes, scales, global_scale = parts
                     yield _Use(
-                        (salt, "wgrad", "x"), (codes, scales, global_scale), call.scheme.name
+                        (seed_index, "wgrad", "x"), (codes, scales, global_scale), call.scheme.name
                     )
 
 
@@ -209,8 +214,8 @@ def _reusing(recipe: Recipe, role: str) -> str | None:
     return name if gemm is not None and gemm.b.source == "reuse" else None
 
 
-def _salt(node: fx.Node) -> Any:
-    return node.meta.get("custom", {}).get(SALT)
+def _seed_index(node: fx.Node) -> Any:
+    return node.meta.get("custom", {}).get(SEED_INDEX)
 
 
 def _gemm_name(gemm: fx.Node, from_tangents: set[fx.Node]) -> str:
@@ -225,7 +230,9 @@ def _gemm_name(gemm: fx.Node, from_tangents: set[fx.Node]) -> str:
     return "wgrad" if call.operand_of(codes.args[1]).columnwise else "dgrad"
 
 
-def _add_marks(graph: fx.Graph, uses: list[_Use], layout: Layout, end: fx.Node) -> fx.Node | None:
+def _add_marks(
+    graph: fx.Graph, uses: list[_Use], layout: NoteLayout, end: fx.Node
+) -> fx.Node | None:
     """The marks of the operands that the graph quantizes, stacked. One for each quantizer: both
     directions of a gradient are finite, or neither. Codes that are requantized were marked where
     they were made."""
@@ -250,7 +257,7 @@ def _add_marks(graph: fx.Graph, uses: list[_Use], layout: Layout, end: fx.Node) 
     return stacked
 
 
-def _add_statistics(graph: fx.Graph, uses: list[_Use], layout: Layout) -> list[fx.Node]:
+def _add_statistics(graph: fx.Graph, uses: list[_Use], layout: NoteLayout) -> list[fx.Node]:
     """The statistics of all operands; each quantizer becomes the one that measures."""
     found: dict[tuple[fx.Node, int], fx.Node] = {}
     order = []
@@ -284,13 +291,15 @@ def _recorded_output(graph: fx.Graph, maker: Any, which: int) -> fx.Node:
     return output
 
 
-def _add_weights(graph: fx.Graph, uses: list[_Use], layout: Layout) -> list[fx.Node]:
+def _add_weights(graph: fx.Graph, uses: list[_Use], layout: NoteLayout) -> list[fx.Node]:
     """Codes of the weights as fprop multiplies them, to be compared with the next record's."""
     sampled: dict[fx.Node, fx.Node] = {}
-    for salt, codes in [(u.place[0], u.parts[0]) for u in uses if u.place[1:] == ("fprop", "w")]:
+    for seed_index, codes in [
+        (u.place[0], u.parts[0]) for u in uses if u.place[1:] == ("fprop", "w")
+    ]:
         if codes not in sampled:
             sampled[codes] = _call(graph, torch.ops.q2.sampled_codes.default, (codes,), codes)
-            layout.weights.append(salt)
+            layout.weights.append(seed_index)
     return list(sampled.values())
 
 

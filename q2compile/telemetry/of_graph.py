@@ -21,11 +21,11 @@ from q2compile.torch_internals.dynamo import called_graphs, parameter_of
 
 
 class Taken(Protocol):
-    """A row of the report, as far as it is needed here. salt: of the linear, if it was taken."""
+    """The parts of a report's row that are read. seed_index: of the linear, if it was taken."""
 
     module: str
     taken: bool
-    salt: Any
+    seed_index: Any
 
 
 _LINEAR_OPS = ("linear", "grouped_linear", "batched_linear", "indexed_linear")
@@ -43,21 +43,21 @@ def recorder_of(
     """
     if not torch.is_grad_enabled():
         return None
-    modules = {row.salt: row.module for row in rows if row.taken}
+    modules = {row.seed_index: row.module for row in rows if row.taken}
     sites, device = {}, None
     served = _served(names)
     for inner in called_graphs(gm):
         for node in inner.graph.nodes:
             if node.target not in _LINEARS:
                 continue
-            *_, fprop, dgrad, wgrad, salt = node.args
-            if salt not in modules:
+            *_, fprop, dgrad, wgrad, seed_index = node.args
+            if seed_index not in modules:
                 continue
             recipe = parse(fprop, dgrad, wgrad)
             w = example(node.args[1])
-            name = modules[salt]
+            name = modules[seed_index]
             codes = _sampled_bytes(w, recipe.fprop.b) if recipe.fprop is not None else 0
-            sites[salt] = Site((name, *served.get(name, ())), recipe, codes)
+            sites[seed_index] = Site((name, *served.get(name, ())), recipe, codes)
             device = w.device
     if not sites or device is None:
         return None

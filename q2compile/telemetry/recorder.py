@@ -34,7 +34,7 @@ from q2compile.runtime_kernels.ops.note import SINKS
 from q2compile.telemetry import clock
 from q2compile.telemetry.copies import HostCopy
 from q2compile.telemetry.folder import Folder, Record
-from q2compile.telemetry.into_graph import Layout, Place, insert_recording
+from q2compile.telemetry.into_graph import NoteLayout, Place, insert_recording
 from q2compile.telemetry.options import TelemetryOptions
 from q2compile.telemetry.watch import STEPS, Finding
 from q2compile.torch_internals.aot_autograd import (
@@ -77,7 +77,7 @@ class _Memory:
 
     marks: Tensor
     statistics: Tensor
-    layout: Layout | None = None
+    layout: NoteLayout | None = None
 
 
 @dataclass
@@ -110,7 +110,7 @@ class Recorder:
     """See above.
 
     number      of the graph in this process, by which its notes find it
-    sites       by salt
+    sites       by seed index
     parameters  where they stand among the graph's inputs
     root        the model that the graph was compiled for; None if it is not known
     """
@@ -128,7 +128,7 @@ class Recorder:
         self.options = options
         self._root = weakref.ref(root) if root is not None else lambda: None
         self._parameters = tuple(parameters)
-        self._recipes = {salt: site.recipe for salt, site in sites.items()}
+        self._recipes = {seed_index: site.recipe for seed_index, site in sites.items()}
         self._wanted = {s for s, site in sites.items() if any(map(options.wants, site.modules))}
         self._capacity = max(len(site.modules) for site in sites.values())
         # The parameters of a layer -> the first that is trained, the model, the layer's number.
@@ -250,7 +250,9 @@ class Recorder:
                     ),
                 )
             self._index = torch.zeros(1, dtype=torch.int64, device=self.device)
-            size = sum(site.codes for salt, site in self.sites.items() if salt in self._wanted)
+            size = sum(
+                site.codes for seed_index, site in self.sites.items() if seed_index in self._wanted
+            )
             self._codes = torch.zeros(size, dtype=torch.uint8, device=self.device)
         self._code_sizes: list[int] = []
 
@@ -258,7 +260,7 @@ class Recorder:
         """Called by the graph, or while it is captured."""
         if kind not in self._memory:
             return
-        memory, layout = self._memory[kind], Layout.parse(text)
+        memory, layout = self._memory[kind], NoteLayout.parse(text)
         rest = list(tensors)
         if layout.marks:
             marks = rest.pop(0)
@@ -298,7 +300,10 @@ class Recorder:
             own.step,
             [(*name, index) for name, (_, index) in zip(names, layout.rows, strict=True)],
             layout.statistics,
-            [self._named((salt, "fprop", "w"), own.number)[0] for salt in layout.weights],
+            [
+                self._named((seed_index, "fprop", "w"), own.number)[0]
+                for seed_index in layout.weights
+            ],
             HostCopy.of(torch.cat(found) if len(found) > 1 else found[0]),
         )
         own.training.folder.add(record)
@@ -316,15 +321,15 @@ class Recorder:
         parts = zip(halves.split(sizes), weights, strict=True)
         return torch.stack([(h if self._packed(w) == 2 else h.ceil()).mean() for h, w in parts])
 
-    def _packed(self, salt: int) -> int:
+    def _packed(self, seed_index: int) -> int:
         """Codes in a byte of a weight's codes."""
-        fprop = self.sites[salt].recipe.fprop
+        fprop = self.sites[seed_index].recipe.fprop
         return 2 if fprop is None else SCHEMES[fprop.b.scheme].packed
 
     def _named(self, place: Place, number: int) -> tuple[str, str, str, str]:
         """(module, gemm, operand, how it is quantized) of an operand in a call."""
-        salt, gemm, role = place
-        site = self.sites[salt]
+        seed_index, gemm, role = place
+        site = self.sites[seed_index]
         known = number < len(site.modules)
         module = site.modules[number] if known else f"{site.modules[0]} (call {number})"
         quantized: Any = getattr(site.recipe, gemm)

@@ -34,7 +34,7 @@ from q2compile.runtime_kernels.cuda.versions import cublaslt_version, driver_ver
 from q2compile.runtime_kernels.kernel_states import REJECTED
 from q2compile.runtime_kernels.registry import KernelWarning
 from q2compile.tools.clear_cache import clear_cache
-from q2compile.tools.kernel_rows import PASSED, SERVES, Row, checked, device_rows
+from q2compile.tools.kernel_rows import PASSED, SERVES, KernelRow, checked_rows, device_rows
 
 _STATED = (PASSED, SERVES, REJECTED)
 _PACKAGES = ("triton", "cuda-bindings", "nvidia-cuda-nvrtc")
@@ -142,14 +142,14 @@ def _device(index: int, options: Namespace, lines: list[str]) -> dict[str, Any]:
     }
 
 
-def kernel_lines(rows: list[Row], check: bool, verbose: bool) -> list[str]:
+def kernel_lines(rows: list[KernelRow], check: bool, verbose: bool) -> list[str]:
     """Fills in the rows. Returns a line for each below its op; ``verbose``: also for kernels that
     serve the device and are not at fault."""
     names = max((len(row.name) for row in rows), default=0)
     schemes = max((len(row.scheme) for row in rows), default=0)
     lines: list[str] = []
     last = ""
-    for row in checked(rows, check, _show_on_terminal):
+    for row in checked_rows(rows, check, _show_on_terminal):
         if row.state in (PASSED, SERVES) and not verbose:
             continue
         if row.op != last:
@@ -160,7 +160,7 @@ def kernel_lines(rows: list[Row], check: bool, verbose: bool) -> list[str]:
     return lines
 
 
-def _show_on_terminal(row: Row | None) -> None:
+def _show_on_terminal(row: KernelRow | None) -> None:
     """The kernel that is being checked, in one line that the next replaces."""
     if sys.stderr.isatty():
         text = "" if row is None else f"checking {row.op} {row.name} {row.scheme}"

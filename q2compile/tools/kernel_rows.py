@@ -26,7 +26,7 @@ from q2compile.runtime_kernels.cuda.quantize import grouped_check
 from q2compile.runtime_kernels.cuda.quantize.grouped_check import Group
 from q2compile.runtime_kernels.cuda.quantize.groups_of_recipes import groups_of_recipes
 from q2compile.runtime_kernels.kernel_states import REJECTED, lines_of, state_of
-from q2compile.runtime_kernels.ops.table import QUANTIZE, Variant, rowwise_call
+from q2compile.runtime_kernels.ops.table import QUANTIZE, QuantizerVariant, rowwise_call
 from q2compile.runtime_kernels.registry import (
     CUDA,
     GROUPED,
@@ -44,7 +44,7 @@ PASSED, SERVES = "passed", "serves"  # beside the three states of kernels that d
 
 
 @dataclass
-class Row:
+class KernelRow:
     """The state of a kernel with one scheme; of a quantizer also for one variant.
 
     state: passed, rejected, unsupported or disabled; "serves" without a check.
@@ -100,7 +100,9 @@ class Row:
         return f"{state}: {self.reason.removeprefix(f'{self.state} ')}"
 
 
-def checked(rows: Sequence[Row], check: bool, announce: Callable[[Row], None]) -> Iterator[Row]:
+def checked_rows(
+    rows: Sequence[KernelRow], check: bool, announce: Callable[[KernelRow], None]
+) -> Iterator[KernelRow]:
     """Fills in the rows, and yields each when it is done. All checks run anew, in a process of
     their own.
 
@@ -121,7 +123,7 @@ def checked(rows: Sequence[Row], check: bool, announce: Callable[[Row], None]) -
             yield row
 
 
-def device_rows(device: torch.device) -> Iterator[Row]:
+def device_rows(device: torch.device) -> Iterator[KernelRow]:
     """On a GPU the rows of Inductor kernels and of grouped launches; and those of all kernels but
     the references."""
     if device.type == "cuda":
@@ -135,16 +137,16 @@ def device_rows(device: torch.device) -> Iterator[Row]:
         yield from (row for row in grouped if row.op == op)
 
 
-def inductor_rows(device: torch.device) -> Iterator[Row]:
+def inductor_rows(device: torch.device) -> Iterator[KernelRow]:
     for scheme in INDUCTOR_CHECKED:
-        yield Row(
+        yield KernelRow(
             *(QUANTIZE, INDUCTOR, f"Inductor kernel of {QUANTIZE}", scheme),
             asks=[partial(inductor_selfcheck.rejection, device, rowwise_call(scheme))],
             begins=[partial(inductor_selfcheck.begin, device, scheme)],
         )
 
 
-def group_rows(device: torch.device) -> Iterator[Row]:
+def group_rows(device: torch.device) -> Iterator[KernelRow]:
     """Rows of the grouped and batched launches of the recipes' linears."""
 
     def ask(group: Group) -> str | None:
@@ -154,14 +156,16 @@ def group_rows(device: torch.device) -> Iterator[Row]:
         counts = Counter(str(of) for of, _ in group.calls)
         of = " + ".join(f"{n} {name}" if n > 1 else name for name, n in counts.items())
         schemes = " + ".join(dict.fromkeys(scheme for _, scheme in group.calls))
-        yield Row(
+        yield KernelRow(
             *(op_of(group.calls[0][0]), GROUPED, of, schemes),
             asks=[partial(ask, group)],
             begins=[partial(grouped_check.begin, group, device)],
         )
 
 
-def kernel_row(kernel: Kernel, device: torch.device, of: str | Variant, scheme: str) -> Row:
+def kernel_row(
+    kernel: Kernel, device: torch.device, of: str | QuantizerVariant, scheme: str
+) -> KernelRow:
     """The rows of a kernel with one scheme; of a GEMM in all its variants."""
     op = op_of(of)
     forms = FORMS_OF.get(op, ())
@@ -178,4 +182,4 @@ def kernel_row(kernel: Kernel, device: torch.device, of: str | Variant, scheme: 
         what = op, kernel.name, device.index, scheme, form
         begins.append(partial(selfcheck.begin_gemm, *what))
     asks = [partial(ask, arguments) for arguments in calls]
-    return Row(op, kernel.name, str(of), scheme, asks=asks, begins=begins)
+    return KernelRow(op, kernel.name, str(of), scheme, asks=asks, begins=begins)

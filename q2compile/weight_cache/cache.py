@@ -59,7 +59,7 @@ from q2compile.torch_internals.storage import has_other_holders
 
 
 @dataclass(frozen=True)
-class Form:
+class CodesLayout:
     """A form of a weight: codes by ``operand`` of the weight, or its transpose, in dtype."""
 
     operand: str
@@ -101,7 +101,7 @@ class _Made:
     steps: tuple[tuple[Steps, int], ...] = ()
     trained: bool = False
     holders: Holders = field(default_factory=Holders)
-    forms: dict[Form, Sequence[Tensor]] = field(default_factory=dict)
+    forms: dict[CodesLayout, Sequence[Tensor]] = field(default_factory=dict)
 
     def changed(self, w: Tensor, state: Any) -> bool:
         """Whether ``w`` is, or may be, another than the codes were made of."""
@@ -163,7 +163,7 @@ def _traceable(w: Tensor) -> bool:
 
 
 def parts_of(
-    w: Tensor, form: Form, make: Callable[[Tensor], Sequence[Tensor]], adapters: Any = ()
+    w: Tensor, form: CodesLayout, make: Callable[[Tensor], Sequence[Tensor]], adapters: Any = ()
 ) -> Sequence[Tensor]:
     """``make(w.detach())``, or what it gave when ``w`` was last as it is now.
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from q2compile.errors import ConfigError
 from q2compile.weight_cache import shard_codes
 from q2compile.weight_cache.shard_batch import Graphs, ShardBatch
-from q2compile.weight_cache.sharded_weight import UNREAD, ShardedWeight, Wanted
+from q2compile.weight_cache.sharded_weight import UNREAD, RequestedCodes, ShardedWeight
 
 _LEAST = -(2**31)
 
@@ -42,7 +42,7 @@ class Votes:
         self.weights, self._group, self._others = weights, group, others
         self._counted: Tensor | None = None  # of the last forward, on the host
         self._event: Any = None
-        self._agreed: list[Wanted | None] = []  # of which there are batches
+        self._agreed: list[RequestedCodes | None] = []  # of which there are batches
         self._batches: list[ShardBatch] = []
         self._graphs: Graphs = {}
 

@@ -19,7 +19,7 @@ from q2compile.capture.views import example
 from q2compile.report.row import Row
 from q2compile.torch_internals import fsdp
 from q2compile.torch_internals.dynamo import compiling_apart, copied, parameter_of
-from q2compile.weight_cache.cache import Form
+from q2compile.weight_cache.cache import CodesLayout
 from q2compile.weight_cache.gatherer import check_all_called
 from q2compile.weight_cache.graph_inputs import (
     Inputs,
@@ -32,10 +32,10 @@ from q2compile.weight_cache.graph_inputs import (
     region_of,
     views_of,
 )
-from q2compile.weight_cache.sharded_weight import ShardedWeight, Wanted, sharded_weight
+from q2compile.weight_cache.sharded_weight import RequestedCodes, ShardedWeight, sharded_weight
 
 
-class Gathered:
+class GatheredInputs:
     """The inputs of a graph that are gathered parameters of a model under `gather_codes`. False if
     there are none.
 
@@ -93,12 +93,13 @@ class Gathered:
     ) -> Callable[..., Any]:
         """``compiled``, called with the weights' codes after its own inputs.
 
-        compile_form: makes a function of a graph: of `Form.graph`, once for each form and shape, of
-            the whole weight, which is quantized while values are gathered; and of shards'.
+        compile_form: makes a function of a graph: of `CodesLayout.graph`, once for each layout and
+            shape, of the whole weight, which is quantized while values are gathered; and of
+            shards'.
         """
         makers: dict[Any, Callable[..., Any]] = {}
 
-        def maker(form: Form, w: Tensor) -> Callable[..., Any]:
+        def maker(form: CodesLayout, w: Tensor) -> Callable[..., Any]:
             form = replace(form, transposed=False)
             key = form, w.shape, w.dtype, w.device
             if key not in makers:
@@ -109,7 +110,7 @@ class Gathered:
         taken = []
         for place, form in sites:
             w, layout = form.matrix(example_inputs[place]), self.weights[place].layout(form)
-            taken.append((place, Wanted(form, layout, compile_form), maker(form, w)))
+            taken.append((place, RequestedCodes(form, layout, compile_form), maker(form, w)))
         places = {place for place, _ in sites}
         values = [place for place in self.weights if place not in places]
 
@@ -135,14 +136,14 @@ class Gathered:
 
 def _why_read(gm: fx.GraphModule, placeholder: fx.Node, weight: ShardedWeight) -> str:
     """Why the graph or its backward needs the values of a weight; "" if its codes do."""
-    forms: set[Form] = set()
+    forms: set[CodesLayout] = set()
     whys = _whys_read(gm, placeholder, weight, forms)
     why = next(filter(None, whys), "")
     return why or ("its layers quantize it in several ways" if len(forms) > 1 else "")
 
 
 def _whys_read(
-    gm: fx.GraphModule, w: fx.Node, weight: ShardedWeight, forms: set[Form]
+    gm: fx.GraphModule, w: fx.Node, weight: ShardedWeight, forms: set[CodesLayout]
 ) -> Iterator[str]:
     """Why each reader of ``w``, the weight or a view of it, needs values; adds what they take."""
     for user in w.users:
@@ -158,7 +159,7 @@ def _whys_read(
             yield "something besides a quantized linear reads it"
 
 
-def _why_linear_reads(node: fx.Node, weight: ShardedWeight, forms: set[Form]) -> str:
+def _why_linear_reads(node: fx.Node, weight: ShardedWeight, forms: set[CodesLayout]) -> str:
     recipe = recipe_of(node)
     if recipe.fprop is None:
         return "fprop is in bf16"

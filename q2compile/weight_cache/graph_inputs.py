@@ -21,10 +21,10 @@ from q2compile.torch_internals.fsdp import local_part
 from q2compile.torch_internals.optimizer_steps import look_up_optimizers
 from q2compile.torch_internals.private_names import FakeTensor
 from q2compile.weight_cache.adapters import Merged
-from q2compile.weight_cache.cache import Form, parts_of
+from q2compile.weight_cache.cache import CodesLayout, parts_of
 
 _LINEAR = torch.ops.q2.linear.default
-# Their last arguments are the texts of a recipe and a salt; then the codes of w, if any.
+# Their last arguments are the texts of a recipe and a seed index; then the codes of w, if any.
 _LINEARS = (
     _LINEAR,
     torch.ops.q2.grouped_linear.default,
@@ -34,7 +34,7 @@ _LINEARS = (
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 
-Site = tuple[int, Form]  # the weight's place among the graph's inputs
+Site = tuple[int, CodesLayout]  # the weight's place among the graph's inputs
 
 
 def take_codes(
@@ -158,16 +158,16 @@ def recipe_of(linear: fx.Node) -> Recipe:
     return parse(*linear.args[-4:-1])  # type: ignore[arg-type]
 
 
-def form_of(linear: fx.Node) -> Form:
+def form_of(linear: fx.Node) -> CodesLayout:
     """The form of the weight that the linear's quantized fprop takes."""
     fprop = recipe_of(linear).fprop
     assert fprop is not None
     swaps = sum(map(transposes, views_of(linear.args[1])[:-1]))
-    return Form(str(fprop.b), example(linear).dtype, transposed=swaps % 2 == 1)
+    return CodesLayout(str(fprop.b), example(linear).dtype, transposed=swaps % 2 == 1)
 
 
 def views_of(w: Any) -> list[fx.Node]:
-    """``w`` and what it is a view of, as `Form` sees through them; the last is no view."""
+    """``w`` and what it is a view of, as `CodesLayout` sees through them; the last is no view."""
     found = [w]
     while is_seen_through(found[-1]):
         found.append(viewed(found[-1]))
@@ -227,9 +227,9 @@ def with_codes(
     """``compiled``, called with the weights' codes after its own inputs.
 
     merged: which adapters are merged into the weights of the model, if it is known.
-    compile_form: makes a function of `Form.graph`, once for each form and kind of weight. Now: a
-        backend is called in Dynamo's compilation, in which the other threads go on. Tracing at the
-        first call instead would fail theirs, as FX marks it for the whole process.
+    compile_form: makes a function of `CodesLayout.graph`, once for each layout and kind of weight.
+        Now: a backend is called in Dynamo's compilation, in which the other threads go on.
+        Tracing at the first call instead would fail theirs, as FX marks it for the whole process.
     """
     compiled_forms: dict[Any, Callable[..., Any]] = {}
     makers = []

@@ -24,7 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from q2compile.torch_internals import fsdp
 from q2compile.torch_internals.dynamo import compiling_apart
 from q2compile.weight_cache import shard_codes
-from q2compile.weight_cache.sharded_weight import ShardedWeight, Wanted
+from q2compile.weight_cache.sharded_weight import RequestedCodes, ShardedWeight
 
 Graphs = dict[Any, dict[Any, Callable[..., Any]]]  # forms and layouts -> function, inputs -> graph
 
@@ -100,7 +100,7 @@ def _warn(name: str, error: Exception) -> None:
     )
 
 
-def agreement(wanted: Sequence[Wanted], *shards: Tensor) -> tuple[Tensor]:
+def agreement(wanted: Sequence[RequestedCodes], *shards: Tensor) -> tuple[Tensor]:
     """The result of `shard_codes.agreement`, for a compiler."""
     found = []
     for w, shard in zip(wanted, shards, strict=True):
@@ -110,7 +110,7 @@ def agreement(wanted: Sequence[Wanted], *shards: Tensor) -> tuple[Tensor]:
     return (shard_codes.agreement(found),)
 
 
-def codes(wanted: Sequence[Wanted], agreed: Tensor, *shards: Tensor) -> tuple[Tensor, ...]:
+def codes(wanted: Sequence[RequestedCodes], agreed: Tensor, *shards: Tensor) -> tuple[Tensor, ...]:
     """For each weight the global scale, and what `shard_codes.of_shard` returns."""
     g = shard_codes.global_scale(agreed)
     filling = shard_codes.filling(agreed, g, [w.operand for w in wanted]) if len(agreed) else ()

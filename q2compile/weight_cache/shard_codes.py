@@ -54,7 +54,7 @@ def is_local(operand: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ShardLayout:
     """How a weight is cut: sizes [E, N, K] of all of it and of one shard, with its padding, as the
     quantizer sees them; E is 1 for a matrix. dim: along which of the three."""
 
@@ -65,7 +65,7 @@ class Layout:
     @classmethod
     def of(
         cls, whole: Sequence[int], shard: Sequence[int], dim: int, transposed: bool = False
-    ) -> Layout:
+    ) -> ShardLayout:
         """whole, shard: sizes of the parameter, of two or three dimensions. transposed: its last
         two dimensions are K and N."""
         dim += 3 - len(whole)
@@ -97,7 +97,7 @@ def _sizes(shape: Sequence[int], transposed: bool) -> tuple[int, int, int]:
     return (experts[0], k, n) if transposed else (experts[0], n, k)
 
 
-def why_not(operand: str, dtypes: Collection[torch.dtype], layout: Layout) -> str:
+def why_not(operand: str, dtypes: Collection[torch.dtype], layout: ShardLayout) -> str:
     """Why codes by ``operand`` of shards can't be those of the whole weight; "" if they can.
     dtypes: that the weight is in, and that it is cast to."""
     transform = TRANSFORMS[Operand.parse(operand).transform]
@@ -173,7 +173,7 @@ def of_shard(parts: Sequence[Tensor], count: int, operand: str) -> list[Tensor]:
     return [t.view(torch.uint8) for t in own]
 
 
-def of_whole(received: Sequence[Tensor], layout: Layout, operand: str) -> list[Tensor]:
+def of_whole(received: Sequence[Tensor], layout: ShardLayout, operand: str) -> list[Tensor]:
     """The results of `of_shard` of all shards, as codes, scales (and mask) of the whole weight."""
     scheme = scheme_of(operand)
     dtype = torch.float8_e8m0fnu if scheme.format == "mxfp4" else torch.float8_e4m3fn

@@ -16,8 +16,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from q2compile.torch_internals import fsdp
 from q2compile.weight_cache import shard_codes
-from q2compile.weight_cache.cache import Form
-from q2compile.weight_cache.shard_codes import Layout
+from q2compile.weight_cache.cache import CodesLayout
+from q2compile.weight_cache.shard_codes import ShardLayout
 
 Make = Callable[[Tensor], Sequence[Tensor]]
 Compile = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
@@ -26,11 +26,11 @@ UNREAD, VALUES = 0, 1
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RequestedCodes:
     """Codes that a graph takes of weights cut so. compile: what compiled that graph."""
 
-    form: Form
-    layout: Layout
+    form: CodesLayout
+    layout: ShardLayout
     compile: Compile = field(compare=False)
 
     @cached_property
@@ -62,14 +62,14 @@ class ShardedWeight:
     def __init__(self, name: str, record: Any, group: Any) -> None:
         self.name, self.why = name, fsdp.why_values(record, group)
         self.record, self.group = record, group
-        self.wanted: Wanted | None = None
+        self.wanted: RequestedCodes | None = None
         self.read = False
-        self.agreed: Wanted | None = None
+        self.agreed: RequestedCodes | None = None
         self._wire = fsdp.Wire(record, self._before_gather)
         self._sent: list[Tensor] = []  # this rank's codes, of the last forward
         self._global_scale: Tensor | None = None
         self._views: tuple[Any, ...] | None = None  # of `_whole`
-        self._layouts: dict[Form, Layout] = {}
+        self._layouts: dict[CodesLayout, ShardLayout] = {}
         self._runs = False  # whether a forward of the model does
         self._values_too = False  # whether this forward has read values, and its backward may
         self._serves = False  # whether the codes gathered last are those of the present values
@@ -147,7 +147,7 @@ class ShardedWeight:
         self._serves = False
         return (self._sent, True) if self._sent and fsdp.awaits_backward(self.group) else None
 
-    def parts(self, wanted: Wanted, make: Make) -> Sequence[Tensor]:
+    def parts(self, wanted: RequestedCodes, make: Make) -> Sequence[Tensor]:
         """The graph inputs for the gathered parameter. make: quantizes all of it."""
         fits = self.layout(wanted.form) == wanted.layout
         self.wanted, self.read = (wanted if fits and not self.why else None), True
@@ -163,7 +163,7 @@ class ShardedWeight:
         assert w is not None
         return make(wanted.form.matrix(w).contiguous())
 
-    def _whole(self, wanted: Wanted) -> list[Tensor]:
+    def _whole(self, wanted: RequestedCodes) -> list[Tensor]:
         """The gathered tensors, as parts of the whole weight. Views of them are made once, since
         each gather writes the same memory."""
         received = self._wire.whole
@@ -176,19 +176,19 @@ class ShardedWeight:
         found: list[Tensor] = self._views[2]
         return found
 
-    def why_not(self, form: Form) -> str:
+    def why_not(self, form: CodesLayout) -> str:
         """Why codes of a form can't be gathered; "" if they can."""
         if self.why:
             return self.why
         dtypes = {fsdp.dtype_of(self.record), form.dtype}
         return shard_codes.why_not(form.operand, dtypes, self.layout(form))
 
-    def layout(self, form: Form) -> Layout:
+    def layout(self, form: CodesLayout) -> ShardLayout:
         """How its shards are cut for a form: always the same."""
         if form not in self._layouts:
             whole, shard = fsdp.shape_of(self.record), fsdp.padded_shape(self.record)
             dim = fsdp.sharded_dim(self.record)
-            self._layouts[form] = Layout.of(whole, shard, dim, form.transposed)
+            self._layouts[form] = ShardLayout.of(whole, shard, dim, form.transposed)
         return self._layouts[form]
 
     def read_values(self) -> None:

@@ -89,7 +89,7 @@ def gemm(
 ) -> torch.Tensor:
     """See ops/gemm.py, whose product this is."""
     operands = (a_codes, a_scales, a_global, b_codes, b_scales, b_global)
-    specs = gemm_op.checked(*operands, a_scheme, b_scheme)
+    specs = gemm_op.checked_gemm(*operands, a_scheme, b_scheme)
     return gemm_op.product(*operands, bias, *specs, dtype, of_codes)
 
 

@@ -25,7 +25,7 @@ def _fields(**kinds: Any) -> list[tuple[str, Any]]:
     return [(name, kind) for names, kind in kinds.values() for name in names.split()]
 
 
-class Operand(ctypes.Structure):
+class CpuOperand(ctypes.Structure):
     """operand.h"""
 
     _fields_ = _fields(
@@ -79,7 +79,7 @@ class DbiasArguments(ctypes.Structure):
 
 
 _STRUCTS = {
-    "q2_quantize": Operand,
+    "q2_quantize": CpuOperand,
     "q2_dequantize": Quantized,
     "q2_masked_unrotate": Masked,
     "q2_column_sums": DbiasArguments,

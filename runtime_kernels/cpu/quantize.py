@@ -61,10 +61,10 @@ def _unsupported(call: QuantizerCall) -> str | None:
 
 
 @cache
-def _operand(scheme: Scheme, transform: Transform, columnwise: bool) -> kernels.Operand:
+def _operand(scheme: Scheme, transform: Transform, columnwise: bool) -> kernels.CpuOperand:
     """The fields that do not depend on tensors."""
     vmax, four = scheme.vmax, scheme.vmax / 1.5
-    made = kernels.Operand(
+    made = kernels.CpuOperand(
         source_height=1,
         columnwise=columnwise,
         rounding=_rounding_of(scheme),
@@ -128,15 +128,15 @@ class _Maker:
         more = {"factor_tensor": global_scale.data_ptr()}
         return self._run(operand, x, x.shape[0], columns, seed, transform, more)
 
-    def _new(self, columnwise: bool, transform: Transform) -> kernels.Operand:
+    def _new(self, columnwise: bool, transform: Transform) -> kernels.CpuOperand:
         fixed = _operand(self.scheme, transform, columnwise)
-        operand: kernels.Operand = kernels.Operand.from_buffer_copy(fixed)
+        operand: kernels.CpuOperand = kernels.CpuOperand.from_buffer_copy(fixed)
         operand.rng_offset = self.call.args["rng_offset"]
         return operand
 
     def _run(
         self,
-        operand: kernels.Operand,
+        operand: kernels.CpuOperand,
         x: torch.Tensor,
         rows: int,
         columns: int,
@@ -186,7 +186,7 @@ class _Maker:
 )
 def quantize(*args: Any) -> list[torch.Tensor]:
     """See ops/quantize.py."""
-    call = op.checked(QuantizerCall.of(QUANTIZE, args))
+    call = op.checked_quantize(QuantizerCall.of(QUANTIZE, args))
     maker, made = _Maker(call), []
     amax = kernels.pointer(call.args["amax"])
     for columnwise, seed, _, transform in call.operands:
@@ -208,7 +208,7 @@ def quantize(*args: Any) -> list[torch.Tensor]:
 )
 def requantize(*args: Any) -> list[torch.Tensor]:
     """See ops/requantize.py."""
-    call = requantize_op.checked(QuantizerCall.of(REQUANTIZE, args))
+    call = requantize_op.checked_requantize(QuantizerCall.of(REQUANTIZE, args))
     maker, seed = _Maker(call), call.args["columnwise_seed"]
     if not call.grouped:
         return maker.in_form(maker.of_source(call.by_scales, seed))

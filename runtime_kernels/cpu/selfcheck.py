@@ -37,7 +37,7 @@ _RESULTS: dict[tuple, str | None] = {}  # check -> why the kernel is rejected
 _LOCK = threading.RLock()
 
 
-def forget() -> None:
+def forget_cpu_checks() -> None:
     """As in a new process: kernels are checked again before their next use."""
     _RESULTS.clear()
 

@@ -27,7 +27,7 @@ from q2compile.runtime_kernels.cuda.calls import (
     tensors_of,
 )
 from q2compile.runtime_kernels.cuda.quantize.grouped_check import Group, checked_as, rejection
-from q2compile.runtime_kernels.cuda.quantize.grouped_launch import Product, grouped_plan
+from q2compile.runtime_kernels.cuda.quantize.grouped_launch import ScaleProduct, grouped_plan
 from q2compile.runtime_kernels.registry import bound, call_op, kernels_own, reject, serving
 
 _profiler = torch.autograd.profiler
@@ -151,7 +151,7 @@ class GroupedCallSite:
         fixed: bool,
     ) -> None:
         self._sites, self._fixed, self._others = sites, fixed, others
-        self._products = tuple(Product(*product) for product in products)
+        self._products = tuple(ScaleProduct(*product) for product in products)
         self._name = " + ".join(f"q2::{site.op}" for site in sites)
         self._first: list[int] = [0]  # of each site's open arguments, then of the others
         for site in sites:

@@ -34,7 +34,7 @@ address_of = torch.Tensor.data_ptr
 raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # no build for CPUs has it
 
 
-class Layout(Enum):
+class OperandLayout(Enum):
     """Memory layouts that kernels require of an operand."""
 
     ROWS_OR_COLUMNS = "a matrix whose rows or columns are contiguous"
@@ -54,7 +54,7 @@ class BufferSlot(NamedTuple):
         return BufferSlot(self.tensor, self.byte_offset + more)
 
 
-class Step(NamedTuple):
+class LaunchStep(NamedTuple):
     """A launch, its thread blocks in x and y, and the fields of its parameter struct: constants,
     and BufferSlots for pointers.
 
@@ -73,7 +73,7 @@ MOST_OPERANDS = 4  # of a batched launch
 
 
 @dataclass(frozen=True)
-class Tail:
+class TailStep:
     """The last step of a plan, where one launch can be the last step of several plans
     (quantize/grouped_launch.py).
 
@@ -86,7 +86,7 @@ class Tail:
     operands: tuple[Any, ...]
 
     @property
-    def step(self) -> Step:
+    def step(self) -> LaunchStep:
         raise NotImplementedError
 
 
@@ -132,8 +132,8 @@ class LaunchPlan:
     inputs: int
     outputs: tuple[Output, ...]
     workspace: int
-    steps: tuple[Step, ...]
-    tail: Tail | None = None
+    steps: tuple[LaunchStep, ...]
+    tail: TailStep | None = None
 
 
 class BoundCall:
@@ -233,9 +233,9 @@ class Launching:
 
     plan: Callable[..., LaunchPlan]
     launches: Callable[..., Iterable[Launch]]
-    layouts_of: dict[int, Layout] | Callable[..., dict[int, Layout]]
+    layouts_of: dict[int, OperandLayout] | Callable[..., dict[int, OperandLayout]]
 
-    def layouts(self, *args: Any) -> dict[int, Layout]:
+    def layouts(self, *args: Any) -> dict[int, OperandLayout]:
         """The layouts that arguments must have, by position."""
         return self.layouts_of(*args) if callable(self.layouts_of) else self.layouts_of
 
@@ -321,7 +321,7 @@ def launching(
     *,
     unsupported: Callable[..., str | None],
     launches: Callable[..., Iterable[Launch]],
-    layouts: dict[int, Layout] | Callable[..., dict[int, Layout]] | None = None,
+    layouts: dict[int, OperandLayout] | Callable[..., dict[int, OperandLayout]] | None = None,
 ) -> Callable[[Callable[..., LaunchPlan]], Launching]:
     """Decorator: registers a function from the arguments of an op to its LaunchPlan as kernel CUDA
     of the op. Arguments of equal kind must give equal plans. Their kind is their types, sizes,
@@ -347,16 +347,16 @@ def _kind(arg: Any) -> Hashable:
 
 
 def is_in_layout(
-    strides: Sequence[Any], layout: Layout, is_one: Callable[[Any], bool] = (1).__eq__
+    strides: Sequence[Any], layout: OperandLayout, is_one: Callable[[Any], bool] = (1).__eq__
 ) -> bool:
     """Whether the strides of a matrix, which may be symbols, prove that it has the layout."""
-    if layout is Layout.ROWS_OR_COLUMNS:
+    if layout is OperandLayout.ROWS_OR_COLUMNS:
         return is_one(strides[0]) or is_one(strides[1])
-    return layout is Layout.ROWS and is_one(strides[1])
+    return layout is OperandLayout.ROWS and is_one(strides[1])
 
 
-def _laid_out(x: torch.Tensor, layout: Layout) -> torch.Tensor:
+def _laid_out(x: torch.Tensor, layout: OperandLayout) -> torch.Tensor:
     if x.dim() == 2 and is_in_layout(x.stride(), layout):
         return x
     x = x.contiguous()
-    return x.clone() if layout is Layout.ALIGNED and not aligned(x) else x
+    return x.clone() if layout is OperandLayout.ALIGNED and not aligned(x) else x

@@ -13,7 +13,12 @@ import torch
 from q2compile.runtime_kernels.numerics.groups import padded_rows
 from q2compile.runtime_kernels.numerics.layout import pack_bits
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED, get_scheme
-from q2compile.runtime_kernels.ops.table import QUANTIZE, REQUANTIZE, QuantizerCall, Variant
+from q2compile.runtime_kernels.ops.table import (
+    QUANTIZE,
+    REQUANTIZE,
+    QuantizerCall,
+    QuantizerVariant,
+)
 
 _WIDTH = 264  # no multiple of 16 or 128, several tiles
 _WHOLE = 768  # a contraction of whole tiles, several of them
@@ -62,13 +67,13 @@ RESULTS = {
 }
 
 
-class Use(NamedTuple):
+class CheckKey(NamedTuple):
     """A variant of a quantizer as it is used, where that is not the usual way (`used`).
 
     vectors: rows of its operand begin on 16 bytes.
     """
 
-    variant: Variant
+    variant: QuantizerVariant
     transform: str
     dtype: torch.dtype = torch.bfloat16
     vectors: bool = True
@@ -83,20 +88,20 @@ class Use(NamedTuple):
 
 
 def used(
-    variant: Variant,
+    variant: QuantizerVariant,
     transform: str,
     dtype: torch.dtype = torch.bfloat16,
     vectors: bool = True,
-) -> Variant | Use:
+) -> QuantizerVariant | CheckKey:
     """The self-check of a call. A variant alone stands for its usual use: the usual transform,
     bf16, rows that begin on 16 bytes."""
-    use = Use(variant, transform, dtype, vectors)
+    use = CheckKey(variant, transform, dtype, vectors)
     return variant if use == _usual(variant) else use
 
 
-def _usual(of: Variant | Use) -> Use:
+def _usual(of: QuantizerVariant | CheckKey) -> CheckKey:
     """A variant as it is usually used."""
-    return Use(of, _rotation(of)) if isinstance(of, Variant) else of
+    return CheckKey(of, _rotation(of)) if isinstance(of, QuantizerVariant) else of
 
 
 def _matrix(rows: int, width: int = _WIDTH, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -137,7 +142,7 @@ def _source(scheme: str, rows: int, width: int) -> tuple[str, tuple[torch.Tensor
     return source, _quantized(source, rows, width)
 
 
-def _quantize(scheme: str, of: Variant | Use, rows: int) -> tuple:
+def _quantize(scheme: str, of: QuantizerVariant | CheckKey, rows: int) -> tuple:
     """With dbias there are so many rows that a thread adds up more than one tile."""
     variant, transform, dtype, vectors = _usual(of)
     rows = 8 * rows if variant.dbias else _IN_GROUPS if variant.grouped else rows
@@ -160,7 +165,7 @@ def _quantize(scheme: str, of: Variant | Use, rows: int) -> tuple:
     return _with_groups(call, variant)
 
 
-def _requantize(scheme: str, of: Variant | Use, rows: int) -> tuple:
+def _requantize(scheme: str, of: QuantizerVariant | CheckKey, rows: int) -> tuple:
     variant, transform, _, vectors = _usual(of)
     rows, width = _IN_GROUPS if variant.grouped else rows, _WIDTH if vectors else _UNALIGNED
     source, packed = _source(scheme, rows, width)
@@ -180,13 +185,13 @@ def _requantize(scheme: str, of: Variant | Use, rows: int) -> tuple:
     return _with_groups(call, variant)
 
 
-def _rotation(variant: Variant) -> str:
+def _rotation(variant: QuantizerVariant) -> str:
     if not variant.rotated:
         return "none"
     return "h32" if variant.masked else "rht16" if variant.rows_unrotated else "rht128"
 
 
-def _with_groups(call: QuantizerCall, variant: Variant) -> tuple:
+def _with_groups(call: QuantizerCall, variant: QuantizerVariant) -> tuple:
     if variant.grouped:
         call = call.replace(**dict(zip(("offs", "padded_offs"), _groups(), strict=True)))
     return call.positional
@@ -260,12 +265,12 @@ def _grouped_mm(scheme: str) -> tuple:
     return (_matrix(_IN_GROUPS), weights, _groups()[0])
 
 
-def op_of(of: str | Variant | Use) -> str:
+def op_of(of: str | QuantizerVariant | CheckKey) -> str:
     """The op of what is checked."""
     return of if isinstance(of, str) else of.op
 
 
-def arguments_of(of: str | Variant | Use, scheme: str, rows: int = ROWS[0]) -> tuple:
+def arguments_of(of: str | QuantizerVariant | CheckKey, scheme: str, rows: int = ROWS[0]) -> tuple:
     """The arguments of an op that has a CUDA kernel, or of a variant of a quantizer, on the CPU,
     for a scheme and rows of its operand."""
     if not isinstance(of, str):
@@ -287,7 +292,7 @@ _ARGUMENTS: dict[str, Callable[..., tuple]] = {
 }
 
 
-def cases_of(of: str | Variant | Use, scheme: str) -> Iterator[tuple]:
+def cases_of(of: str | QuantizerVariant | CheckKey, scheme: str) -> Iterator[tuple]:
     """The arguments of each case of a check by bits: the usual ones for few and more rows, then
     those for which an op has kernels of their own."""
     for rows in ROWS:
@@ -337,7 +342,7 @@ _WITH_DBIAS = _with_swizzled(
 )
 _UNROTATED = _with_swizzled("nvfp4_pow2", "nvfp4_sr_pow2", "nvfp4_sr")
 _DEQUANTIZED = ("nvfp4_ms_eden_pow2" + DEQUANTIZED, "nvfp4_sr_pow2" + DEQUANTIZED)
-ROWWISE = Variant(QUANTIZE, rowwise=True, columnwise=False, rotated=False)
+ROWWISE = QuantizerVariant(QUANTIZE, rowwise=True, columnwise=False, rotated=False)
 MASKED = ROWWISE._replace(rotated=True, masked=True)
 _ROWWISE_ROTATED = ROWWISE._replace(rotated=True)
 COLUMNWISE = _ROWWISE_ROTATED._replace(rowwise=False, columnwise=True)
@@ -345,7 +350,7 @@ BOTH = COLUMNWISE._replace(rowwise=True)
 COLUMNS_ROTATED = BOTH._replace(rows_unrotated=True)
 REQUANTIZED = COLUMNWISE._replace(op=REQUANTIZE)
 # The schemes that `q2compile doctor` checks for each: those of the recipes' operands.
-CHECKED: dict[str | Variant, tuple[str, ...]] = {
+CHECKED: dict[str | QuantizerVariant, tuple[str, ...]] = {
     ROWWISE: (
         *_with_swizzled("nvfp4_46_pow2", "nvfp4_46", "nvfp4_sr_pow2", "nvfp4_sr"),
         *_with_swizzled("mxfp4_rceil", "mxfp4_rceil_sr"),
@@ -391,7 +396,7 @@ CHECKED: dict[str | Variant, tuple[str, ...]] = {
 }
 
 
-def checked_of(op: str) -> Iterator[tuple[str | Variant, str]]:
+def checked_of(op: str) -> Iterator[tuple[str | QuantizerVariant, str]]:
     """The self-checks of an op's kernels: the op or its variants, and schemes."""
     for of, schemes in CHECKED.items():
         if op == op_of(of):

@@ -31,7 +31,7 @@ import torch
 from q2compile.runtime_kernels.cuda import check_results
 from q2compile.runtime_kernels.cuda.check_child import Checker, Unable
 from q2compile.runtime_kernels.cuda.check_results import UNENDED, Check, Request, Result
-from q2compile.runtime_kernels.cuda.checked_cases import Use
+from q2compile.runtime_kernels.cuda.checked_cases import CheckKey
 from q2compile.runtime_kernels.cuda.jit.launch import LaunchError
 from q2compile.runtime_kernels.kernel_states import (
     DeviceLostError,
@@ -39,7 +39,7 @@ from q2compile.runtime_kernels.kernel_states import (
     rejected,
     why_disabled,
 )
-from q2compile.runtime_kernels.ops.table import Variant
+from q2compile.runtime_kernels.ops.table import QuantizerVariant
 from q2compile.runtime_kernels.registry import failure_text, kernels_own, warn_of_failure
 
 LOG = logging.getLogger("q2compile")
@@ -94,7 +94,7 @@ def answering(mode: Mode) -> Iterator[None]:
     """Sets another mode, and forgets the results of this process meanwhile."""
     before, found = _State.mode, dict(_RESULTS)
     _State.mode = mode
-    forget()
+    forget_checks()
     try:
         yield
     finally:
@@ -103,7 +103,7 @@ def answering(mode: Mode) -> Iterator[None]:
         _RESULTS.update(found)
 
 
-def forget() -> None:
+def forget_checks() -> None:
     """As in a new process: results of earlier processes are read again."""
     _RESULTS.clear()
     CHECKER.forget()
@@ -242,5 +242,5 @@ def device_error(device: torch.device) -> Exception | None:
 def _warn(request: Request, result: Result) -> None:
     if result.reason is not None:
         op, name, device, *what = request.check
-        variants = (str(part) for part in what if isinstance(part, Variant | Use))
+        variants = (str(part) for part in what if isinstance(part, QuantizerVariant | CheckKey))
         warn_of_failure(next(variants, op), name, device, result.reason)

@@ -13,10 +13,10 @@ from q2compile.runtime_kernels.cuda.calls import (
     MOST_OPERANDS,
     BufferSlot,
     LaunchPlan,
-    Layout,
+    LaunchStep,
+    OperandLayout,
     Output,
-    Step,
-    Tail,
+    TailStep,
     in_places,
     launching,
 )
@@ -47,13 +47,13 @@ class Matrix(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Dequantizing(Tail):
+class Dequantizing(TailStep):
     """The only launch of a call. The thread blocks of one matrix follow those of the other."""
 
     @property
-    def step(self) -> Step:
+    def step(self) -> LaunchStep:
         thread_blocks = sum(matrix.blocks for matrix in self.operands)
-        return Step(self.launch, (thread_blocks, 1), in_places(self.operands))
+        return LaunchStep(self.launch, (thread_blocks, 1), in_places(self.operands))
 
 
 @functools.cache
@@ -86,7 +86,7 @@ def launches(codes, scheme: str, cols, dtype: torch.dtype) -> Iterator[Launch]:
     "dequantize",
     unsupported=_unsupported,
     launches=lambda codes, scales, global_scale, *rest: launches(codes, *rest),
-    layouts={0: Layout.CONTIGUOUS, 1: Layout.CONTIGUOUS},
+    layouts={0: OperandLayout.CONTIGUOUS, 1: OperandLayout.CONTIGUOUS},
 )
 def dequantize(
     codes: torch.Tensor,

@@ -8,9 +8,9 @@ import torch
 from q2compile.runtime_kernels.cuda.calls import (
     BufferSlot,
     LaunchPlan,
-    Layout,
+    LaunchStep,
+    OperandLayout,
     Output,
-    Step,
     launching,
 )
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, launch
@@ -40,14 +40,14 @@ def _unsupported_unrotate(grad, mask, transform) -> str | None:
     "masked_unrotate",
     unsupported=_unsupported_unrotate,
     launches=lambda grad, mask, transform: [unrotate_launch(grad.dtype)],
-    layouts={0: Layout.ALIGNED, 1: Layout.ALIGNED},
+    layouts={0: OperandLayout.ALIGNED, 1: OperandLayout.ALIGNED},
 )
 def masked_unrotate(grad: torch.Tensor, mask: torch.Tensor, transform: str) -> LaunchPlan:
     """See ops/masked_unrotate.py."""
     norm = checked_shapes(grad, mask, transform).norm
     chunks = grad.numel() // _CHUNK
-    steps: tuple[Step, ...] = ()
+    steps: tuple[LaunchStep, ...] = ()
     if chunks:
         values = (BufferSlot(0), BufferSlot(1), BufferSlot(2), chunks, norm)
-        steps = (Step(unrotate_launch(grad.dtype), (ceil_div(chunks, _THREADS), 1), values),)
+        steps = (LaunchStep(unrotate_launch(grad.dtype), (ceil_div(chunks, _THREADS), 1), values),)
     return LaunchPlan(2, (Output(tuple(grad.shape), grad.dtype),), 0, steps)

@@ -8,9 +8,9 @@ import torch
 from q2compile.runtime_kernels.cuda.calls import (
     BufferSlot,
     LaunchPlan,
-    Layout,
+    LaunchStep,
+    OperandLayout,
     Output,
-    Step,
     launching,
 )
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, launch
@@ -28,10 +28,10 @@ def padded_ends_launch() -> Launch:
     "padded_ends",
     unsupported=lambda offs: rejection("padded_ends", CUDA, offs.device.index, "nvfp4"),
     launches=lambda offs: [padded_ends_launch()],
-    layouts={0: Layout.CONTIGUOUS},
+    layouts={0: OperandLayout.CONTIGUOUS},
 )
 def padded_ends(offs: torch.Tensor) -> LaunchPlan:
     """See ops/padded_ends.py."""
     check_groups("padded_ends", offs)
-    step = Step(padded_ends_launch(), (1, 1), (BufferSlot(0), BufferSlot(1), offs.shape[0]))
+    step = LaunchStep(padded_ends_launch(), (1, 1), (BufferSlot(0), BufferSlot(1), offs.shape[0]))
     return LaunchPlan(1, (Output(tuple(offs.shape), torch.int32),), 0, (step,))

@@ -36,7 +36,7 @@ def recent() -> list[str]:
     return [str(launch) for launch in reversed(_RECENT)][:_SHOWN]
 
 
-def forget() -> None:
+def forget_recent_launches() -> None:
     """As in a new process: nothing was launched."""
     _RECENT.clear()
 

@@ -26,9 +26,9 @@ from q2compile.runtime_kernels.cuda.checked_cases import (
     GEMM_ERROR,
     OF_FORMAT,
     RESULTS,
+    CheckKey,
     Form,
     GroupedForm,
-    Use,
     arguments_of,
     cases_of,
     op_of,
@@ -45,12 +45,12 @@ from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.ops.table import (
     SPECS,
     QuantizerCall,
-    Variant,
+    QuantizerVariant,
 )
 from q2compile.runtime_kernels.registry import CUDA, REFERENCE, kernels, select
 
 # The subject of a check, in addition to op and scheme.
-What = Form | GroupedForm | Variant | Use | None
+What = Form | GroupedForm | QuantizerVariant | CheckKey | None
 
 
 def rejection(op: str, name: str, index: int, scheme: str, what: What = None) -> str | None:
@@ -65,7 +65,7 @@ def rejection(op: str, name: str, index: int, scheme: str, what: What = None) ->
     return unsupported(index) or checks.rejection(request_of(op, name, index, scheme, what))
 
 
-def begin(of: str | Variant | Use, index: int, scheme: str) -> None:
+def begin(of: str | QuantizerVariant | CheckKey, index: int, scheme: str) -> None:
     """Starts the self-check of kernel CUDA of an op on this device, unless its result is known;
     threads compile its kernels. of: the op, or the variant of a quantizer."""
     op = op_of(of)
@@ -111,7 +111,7 @@ def disagreement(
     name: str,
     device: torch.device,
     scheme: str,
-    of: Sequence[Form | GroupedForm] | Variant | Use | None = None,
+    of: Sequence[Form | GroupedForm] | QuantizerVariant | CheckKey | None = None,
 ) -> str | None:
     """Runs kernel `name` of an op on small inputs of a scheme: None when it agrees with the
     reference, otherwise how it differs.
@@ -125,8 +125,8 @@ def disagreement(
     with apart(device):
         if op == "grouped_mm":
             return _of_gemm(op, name, device, arguments_of(op, scheme))
-        if isinstance(of, Variant | Use) or op not in CASES:
-            checked = of if isinstance(of, Variant | Use) else op
+        if isinstance(of, QuantizerVariant | CheckKey) or op not in CASES:
+            checked = of if isinstance(of, QuantizerVariant | CheckKey) else op
             differences = (_bits_of(op, name, device, args) for args in cases_of(checked, scheme))
             return next(filter(None, differences), None)
         unsupported_form: ValueError | None = None

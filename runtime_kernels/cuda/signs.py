@@ -5,10 +5,16 @@ import functools
 
 import torch
 
-from q2compile.runtime_kernels.cuda.calls import BufferSlot, LaunchPlan, Output, Step, launching
+from q2compile.runtime_kernels.cuda.calls import (
+    BufferSlot,
+    LaunchPlan,
+    LaunchStep,
+    Output,
+    launching,
+)
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, launch
 from q2compile.runtime_kernels.cuda.selfcheck import rejection
-from q2compile.runtime_kernels.ops.signs import checked
+from q2compile.runtime_kernels.ops.signs import checked_signs
 from q2compile.runtime_kernels.registry import CUDA
 
 
@@ -24,6 +30,6 @@ def signs_launch() -> Launch:
 )
 def signs(seed: torch.Tensor, transform: str) -> LaunchPlan:
     """See ops/signs.py."""
-    size = checked(transform).size
-    step = Step(signs_launch(), (1, 1), (BufferSlot(0), BufferSlot(1), size))
+    size = checked_signs(transform).size
+    step = LaunchStep(signs_launch(), (1, 1), (BufferSlot(0), BufferSlot(1), size))
     return LaunchPlan(1, (Output((size,), torch.float32),), 0, (step,))

@@ -8,16 +8,16 @@ import torch
 from q2compile.runtime_kernels.cuda.calls import (
     BufferSlot,
     LaunchPlan,
-    Layout,
+    LaunchStep,
+    OperandLayout,
     Output,
-    Step,
     launching,
 )
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, launch
 from q2compile.runtime_kernels.cuda.selfcheck import rejection
 from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.ops.argument_checks import check_quantized
-from q2compile.runtime_kernels.ops.transpose import checked, shapes
+from q2compile.runtime_kernels.ops.transpose import checked_transpose, shapes
 from q2compile.runtime_kernels.registry import CUDA
 
 _THREADS, _TILE = 256, 128
@@ -35,9 +35,9 @@ def transpose_launch(side: int, swizzled: bool) -> Launch:
         "transpose", CUDA, codes.device.index, scheme
     ),
     launches=lambda codes, scales, scheme, rows, swizzled=False: [
-        transpose_launch(checked(scheme).width, swizzled)
+        transpose_launch(checked_transpose(scheme).width, swizzled)
     ],
-    layouts={0: Layout.ALIGNED, 1: Layout.CONTIGUOUS},
+    layouts={0: OperandLayout.ALIGNED, 1: OperandLayout.CONTIGUOUS},
 )
 def transpose(
     codes: torch.Tensor, scales: torch.Tensor, scheme: str, rows: int, swizzled: bool = False
@@ -45,11 +45,11 @@ def transpose(
     """See ops/transpose.py."""
     check_quantized("transpose", codes, scales, None)
     of_codes, of_scales = shapes(codes, scheme, rows, swizzled)
-    (height, half), side = codes.shape, checked(scheme).width
+    (height, half), side = codes.shape, checked_transpose(scheme).width
     tiles_across = ceil_div(rows, _TILE)
     tiles = ceil_div(height, _TILE) * tiles_across
     sizes = height, half // 4, rows, of_codes[1] // 4, tiles_across, scales.shape[1]
     slots = (BufferSlot(0), BufferSlot(1), BufferSlot(2), BufferSlot(3))
     values = (*slots, *sizes, 2 * of_codes[1] // side)
-    steps = (Step(transpose_launch(side, swizzled), (tiles, 1), values),) if tiles else ()
+    steps = (LaunchStep(transpose_launch(side, swizzled), (tiles, 1), values),) if tiles else ()
     return LaunchPlan(2, (Output(of_codes, torch.uint8), Output(of_scales, scales.dtype)), 0, steps)

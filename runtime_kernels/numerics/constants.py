@@ -36,7 +36,7 @@ def make(device: torch.device) -> None:
     _PAIRS[pairs.device] = pairs  # with an index, as operands have it
 
 
-def forget() -> None:
+def forget_constants() -> None:
     """As in a new process: no device has constants."""
     _PAIRS.clear()
     _ROTATIONS.clear()

@@ -16,7 +16,7 @@ from q2compile.runtime_kernels.ops.argument_checks import check_quantized
 from q2compile.runtime_kernels.registry import REFERENCE, define, kernel
 
 
-def checked(codes: torch.Tensor, scales: torch.Tensor, rows: torch.Tensor) -> None:
+def checked_gather_rows(codes: torch.Tensor, scales: torch.Tensor, rows: torch.Tensor) -> None:
     """Checks the arguments.
 
     Raises:
@@ -32,7 +32,7 @@ def checked(codes: torch.Tensor, scales: torch.Tensor, rows: torch.Tensor) -> No
 
 
 def fake(codes, scales, rows):
-    checked(codes, scales, rows)
+    checked_gather_rows(codes, scales, rows)
     count = rows.shape[0]
     return codes.new_empty((count, codes.shape[1])), scales.new_empty((count, scales.shape[1]))
 
@@ -45,7 +45,7 @@ def gather_rows(
     codes: torch.Tensor, scales: torch.Tensor, rows: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The reference: see the top of this file."""
-    checked(codes, scales, rows)
+    checked_gather_rows(codes, scales, rows)
     if scales.shape[0] != codes.shape[0]:
         raise ValueError(
             f"q2::gather_rows: {codes.shape[0]} rows of codes and {scales.shape[0]} of scales: "

@@ -40,7 +40,7 @@ def schemes_of(
     return specs
 
 
-def checked(
+def checked_gemm(
     a_codes, a_scales, a_global, b_codes, b_scales, b_global, a_scheme: str, b_scheme: str
 ) -> tuple[Scheme, Scheme]:
     """The same for sizes that are known.
@@ -91,7 +91,7 @@ def gemm(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """The reference: see the top of this file."""
-    a_spec, b_spec = checked(
+    a_spec, b_spec = checked_gemm(
         a_codes, a_scales, a_global, b_codes, b_scales, b_global, a_scheme, b_scheme
     )
     operands = (a_codes, a_scales, a_global, b_codes, b_scales, b_global)

@@ -27,7 +27,7 @@ def _gemm_args(args: Sequence) -> tuple:
 
 def fake(*args):
     grad = product.fake(*_gemm_args(args))
-    rotation.checked(grad, args[6], args[9])
+    rotation.checked_masked_unrotate(grad, args[6], args[9])
     return grad
 
 

@@ -29,7 +29,7 @@ from q2compile.runtime_kernels.ops.argument_checks import check_quantized
 from q2compile.runtime_kernels.registry import REFERENCE, define, kernel
 
 
-def checked(
+def checked_grouped_gemm(
     a_codes, a_scales, a_global, b_codes, b_scales, b_global, a_scheme: str, b_scheme: str
 ) -> tuple[Scheme, Scheme]:
     """The schemes by name.
@@ -74,7 +74,7 @@ def fake(
     dtype,
 ):
     operands = (a_codes, a_scales, a_global, b_codes, b_scales, b_global)
-    checked(*operands, a_scheme, b_scheme)
+    checked_grouped_gemm(*operands, a_scheme, b_scheme)
     return a_codes.new_empty(result_shape(a_codes, b_codes, offs.shape[0], gemm), dtype=dtype)
 
 
@@ -102,7 +102,7 @@ def grouped_gemm(
 ) -> torch.Tensor:
     """The reference: see the top of this file."""
     operands = (a_codes, a_scales, a_global, b_codes, b_scales, b_global)
-    a_spec, b_spec = checked(*operands, a_scheme, b_scheme)
+    a_spec, b_spec = checked_grouped_gemm(*operands, a_scheme, b_scheme)
     has_pow2_scale = a_spec.has_pow2_scale and b_spec.has_pow2_scale
     wide = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     a = _dequantized(a_codes, a_scales, a_global if has_pow2_scale else None, a_spec, wide)

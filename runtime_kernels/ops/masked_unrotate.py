@@ -20,7 +20,7 @@ from q2compile.runtime_kernels.ops.argument_checks import check_operand
 from q2compile.runtime_kernels.registry import REFERENCE, define, kernel
 
 
-def checked(grad: torch.Tensor, mask: torch.Tensor, transform: str) -> Transform:
+def checked_masked_unrotate(grad: torch.Tensor, mask: torch.Tensor, transform: str) -> Transform:
     """The transform by name.
 
     Raises:
@@ -44,7 +44,7 @@ def checked(grad: torch.Tensor, mask: torch.Tensor, transform: str) -> Transform
 
 
 def fake(grad, mask, transform):
-    checked(grad, mask, transform)
+    checked_masked_unrotate(grad, mask, transform)
     return grad.new_empty(grad.shape)
 
 
@@ -55,9 +55,9 @@ def checked_shapes(grad: torch.Tensor, mask: torch.Tensor, transform: str) -> Tr
     """The transform by name.
 
     Raises:
-        ValueError: as `checked` and `check_shape`.
+        ValueError: as `checked_masked_unrotate` and `check_shape`.
     """
-    rotation = checked(grad, mask, transform)
+    rotation = checked_masked_unrotate(grad, mask, transform)
     check_shape(grad.shape, mask, rotation)
     return rotation
 

@@ -55,7 +55,7 @@ DBIAS_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
-def checked(call: QuantizerCall) -> QuantizerCall:
+def checked_quantize(call: QuantizerCall) -> QuantizerCall:
     """The call, once its arguments are checked.
 
     Raises:
@@ -135,7 +135,7 @@ def _check_dbias(call: QuantizerCall) -> None:
 
 
 def fake(*args: Any) -> list[torch.Tensor]:
-    call = checked(QuantizerCall.of(QUANTIZE, args))
+    call = checked_quantize(QuantizerCall.of(QUANTIZE, args))
     x, scheme = call.x, call.scheme
     rows, columns = x.shape
     made: list[torch.Tensor] = []
@@ -164,7 +164,7 @@ define(
 @kernel(QUANTIZE, REFERENCE, prepare=prepare_recorded(QUANTIZE))
 def quantize(*args: Any) -> list[torch.Tensor]:
     """The reference: see the top of this file."""
-    call = checked(QuantizerCall.of(QUANTIZE, args))
+    call = checked_quantize(QuantizerCall.of(QUANTIZE, args))
     if call.recorded:
         return recorded(call)
     made: list[torch.Tensor] = []

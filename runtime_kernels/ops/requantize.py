@@ -51,7 +51,7 @@ def rounds_by_scales(scheme: Scheme) -> bool:
     return plain and scheme.global_scale == "pow2" and scheme.block[0] == 1
 
 
-def checked(call: QuantizerCall) -> QuantizerCall:
+def checked_requantize(call: QuantizerCall) -> QuantizerCall:
     """The call, once its arguments are checked.
 
     Raises:
@@ -86,7 +86,7 @@ def _check_by_scales(call: QuantizerCall) -> None:
 
 
 def fake(*args: Any) -> list[torch.Tensor]:
-    call = checked(QuantizerCall.of(REQUANTIZE, args))
+    call = checked_requantize(QuantizerCall.of(REQUANTIZE, args))
     height = call.x.shape[0]
     if call.grouped:
         height = padded_rows(height, call.args["offs"].shape[0])
@@ -106,7 +106,7 @@ define(
 @kernel(REQUANTIZE, REFERENCE, prepare=prepare_recorded(REQUANTIZE))
 def requantize(*args: Any) -> list[torch.Tensor]:
     """The reference: see the top of this file."""
-    call = checked(QuantizerCall.of(REQUANTIZE, args))
+    call = checked_requantize(QuantizerCall.of(REQUANTIZE, args))
     if call.recorded:
         return recorded(call)
     source, scales, global_scale = (call.args[name] for name in call.spec.source)

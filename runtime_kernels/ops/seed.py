@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seeds of random bits, and where they come from.
 
-    seed(anchor, salt, key=None) -> int64, 0-dim
+    seed(anchor, seed_index, key=None) -> int64, 0-dim
     draw(anchor, key, count) -> int64, 0-dim
 
 `seed` is one 64-bit draw: from the default generator of anchor's device, or, if the option ``seed``
@@ -10,7 +10,7 @@ of a key at once: it returns how many were drawn before, and increases the count
 
 The anchor is the incoming gradient. It keeps the op in the backward graph: the partitioner would
 hoist randomness that does not depend on the gradient into forward, and draw it a second time in
-backward, so that the operands of one GEMM would have different signs. The salt keeps
+backward, so that the operands of one GEMM would have different signs. The seed index keeps
 common-subexpression elimination from merging the seeds of two matmuls with the same gradient.
 
 A counter is on its device, and is created before a graph is compiled. So it is not in a CUDA
@@ -43,7 +43,7 @@ def forget_counters() -> None:
     _COUNTERS.clear()
 
 
-def fake_seed(anchor, salt, key):
+def fake_seed(anchor, seed_index, key):
     return anchor.new_empty((), dtype=torch.int64)
 
 
@@ -52,12 +52,12 @@ def fake_draw(anchor, key, count):
 
 
 _RANDOM = (torch.Tag.nondeterministic_seeded,)
-define("seed(Tensor anchor, int salt, int? key=None) -> Tensor", fake=fake_seed, tags=_RANDOM)
+define("seed(Tensor anchor, int seed_index, int? key=None) -> Tensor", fake=fake_seed, tags=_RANDOM)
 define("draw(Tensor anchor, int key, int count) -> Tensor", fake=fake_draw, tags=_RANDOM)
 
 
 @kernel("seed", REFERENCE)
-def seed(anchor: torch.Tensor, salt: int, key: int | None) -> torch.Tensor:
+def seed(anchor: torch.Tensor, seed_index: int, key: int | None) -> torch.Tensor:
     """See above. int64, 0-dim, on anchor's device."""
     if key is None:
         return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=anchor.device)

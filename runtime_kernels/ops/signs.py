@@ -13,7 +13,7 @@ from q2compile.runtime_kernels.numerics.transforms import Transform, get_transfo
 from q2compile.runtime_kernels.registry import REFERENCE, define, kernel
 
 
-def checked(transform: str) -> Transform:
+def checked_signs(transform: str) -> Transform:
     """The transform by name.
 
     Raises:
@@ -27,13 +27,15 @@ def checked(transform: str) -> Transform:
 
 define(
     "signs(Tensor seed, str transform) -> Tensor",
-    fake=lambda seed, transform: seed.new_empty((checked(transform).size,), dtype=torch.float32),
+    fake=lambda seed, transform: seed.new_empty(
+        (checked_signs(transform).size,), dtype=torch.float32
+    ),
 )
 
 
 @kernel("signs", REFERENCE)
 def signs(seed: torch.Tensor, transform: str) -> torch.Tensor:
     """The reference: see the top of this file."""
-    drawn = signs_of(checked(transform), seed, seed.device)
+    drawn = signs_of(checked_signs(transform), seed, seed.device)
     assert drawn is not None
     return drawn

@@ -28,7 +28,7 @@ def splits_scales(scheme: Scheme) -> bool:
     return scheme.global_scale == "pow2" and scheme.rounding != "ms_eden"
 
 
-def checked(raw_scale: torch.Tensor, scheme: str) -> Scheme:
+def checked_split_scales(raw_scale: torch.Tensor, scheme: str) -> Scheme:
     """The scheme by name.
 
     Raises:
@@ -50,7 +50,7 @@ def checked(raw_scale: torch.Tensor, scheme: str) -> Scheme:
 
 
 def fake(raw_scale, scheme):
-    spec = checked(raw_scale, scheme)
+    spec = checked_split_scales(raw_scale, scheme)
     shape = scales_shape(*raw_scale.shape, spec) if spec.swizzled else raw_scale.shape
     return raw_scale.new_empty(shape, dtype=torch.float8_e4m3fn), raw_scale.new_empty(())
 
@@ -61,7 +61,7 @@ define("split_scales(Tensor raw_scale, str scheme) -> (Tensor, Tensor)", fake=fa
 @kernel("split_scales", REFERENCE)
 def split_scales(raw_scale: torch.Tensor, scheme: str) -> tuple[torch.Tensor, torch.Tensor]:
     """The reference: see the top of this file."""
-    spec = checked(raw_scale, scheme)
+    spec = checked_split_scales(raw_scale, scheme)
     poisoned = raw_scale.isnan()
     global_scale = pow2_global_scale(torch.where(poisoned, 0.0, raw_scale), spec.cap)
     scales = poison(nearest_e4m3(raw_scale / global_scale), poisoned)

@@ -79,7 +79,7 @@ SPECS = {
 }
 
 
-class Operand(NamedTuple):
+class QuantizedOperand(NamedTuple):
     """An operand that a call makes.
 
     columnwise  its blocks are along the columns of the source, else along the rows
@@ -99,7 +99,7 @@ class Operand(NamedTuple):
         return "columnwise_seed" if self.columnwise else "rowwise_seed"
 
 
-class Variant(NamedTuple):
+class QuantizerVariant(NamedTuple):
     """The properties that select the variant of a kernel, besides scheme and transform. One
     self-check covers all calls of a variant."""
 
@@ -236,17 +236,17 @@ class QuantizerCall:
         return self.scheme.stochastic or self.transform.seeded
 
     @property
-    def operands(self) -> tuple[Operand, ...]:
+    def operands(self) -> tuple[QuantizedOperand, ...]:
         """The operands that it makes, in the order of the outputs: rowwise, columnwise."""
-        found: list[Operand] = []
+        found: list[QuantizedOperand] = []
         for columnwise in (False,) * self.rowwise + (True,) * self.columnwise:
             seed = self.args.get("columnwise_seed" if columnwise else "rowwise_seed")
             rotates = columnwise or self.rotates_rows
             transform = self.transform if rotates else get_transform("none")
-            found.append(Operand(columnwise, seed, len(PARTS) * len(found), transform))
+            found.append(QuantizedOperand(columnwise, seed, len(PARTS) * len(found), transform))
         return tuple(found)
 
-    def operand_of(self, output: int) -> Operand:
+    def operand_of(self, output: int) -> QuantizedOperand:
         """The one that an output is a part of."""
         return self.operands[output // len(PARTS)]
 
@@ -258,10 +258,10 @@ class QuantizerCall:
         return made + ("statistics",) * (self.recorded * len(self.operands))
 
     @property
-    def variant(self) -> Variant:
+    def variant(self) -> QuantizerVariant:
         directions = self.rowwise, self.columnwise, self.rotated
         flags = self.masked, self.grouped, self.dbias is not None, self.by_scales
-        return Variant(self.spec.name, *directions, *flags, not self.rotates_rows)
+        return QuantizerVariant(self.spec.name, *directions, *flags, not self.rotates_rows)
 
     @property
     def label(self) -> str:

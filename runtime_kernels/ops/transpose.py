@@ -21,7 +21,7 @@ from q2compile.runtime_kernels.numerics.swizzle import swizzle_32x4x4
 from q2compile.runtime_kernels.registry import REFERENCE, define, kernel
 
 
-def checked(scheme: str) -> Scheme:
+def checked_transpose(scheme: str) -> Scheme:
     """The scheme by name.
 
     Raises:
@@ -41,13 +41,13 @@ def checked(scheme: str) -> Scheme:
 def of_rows(scheme: str) -> str:
     """The scheme of an operand of square blocks once its scales are repeated for each row and
     swizzled: nvfp4_pow2@32x4x4 for nvfp4_16x16_pow2."""
-    spec = checked(scheme)
+    spec = checked_transpose(scheme)
     return spec.name.replace(f"_{spec.width}x{spec.width}", "") + SWIZZLED
 
 
 def shapes(codes, scheme: str, rows, swizzled: bool) -> tuple[tuple, tuple]:
     """The shapes of the resulting codes and scales; sizes may be symbolic."""
-    spec = checked(scheme)
+    spec = checked_transpose(scheme)
     blocks = ceil_div(codes.shape[0], spec.width)
     transposed = get_scheme(of_rows(scheme)) if swizzled else spec
     return (rows, blocks * spec.width // spec.packed), scales_shape(rows, blocks, transposed)
@@ -70,7 +70,7 @@ def transpose(
     codes: torch.Tensor, scales: torch.Tensor, scheme: str, rows: int, swizzled: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The reference: see the top of this file."""
-    spec = checked(scheme)
+    spec = checked_transpose(scheme)
     width = spec.width
     if spec.is_tensorwise:
         laid = codes.view(torch.uint8)[:, :rows].t()  # few functions take fp8

@@ -138,7 +138,7 @@ def test_a_gpu_without_nvrtc_runs_the_reference_and_says_what_to_install(gpu, mo
 
 # ---- the cubin cache ----------------------------------------------------------------------------
 
-VARIANT = nvrtc.Variant("dequantize.cu", ())
+VARIANT = nvrtc.KernelVariant("dequantize.cu", ())
 
 
 @pytest.fixture

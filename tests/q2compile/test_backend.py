@@ -157,7 +157,7 @@ def test_an_inference_graph_shares_quantizations_too(tmp_path):
         assert torch.equal(compiled(x), y)
 
 
-def test_salts_keep_equal_layers_apart(tmp_path):
+def test_seed_indices_keep_equal_layers_apart(tmp_path):
     """Trap: two equal layers that receive the same gradient drew the same random bits, because CSE
     merges seeds with equal arguments. Here both get dy itself."""
 
@@ -173,7 +173,10 @@ def test_salts_keep_equal_layers_apart(tmp_path):
     seeds = [s for s in Graphs(tmp_path).text("3_backward").splitlines() if "q2.seed(" in s]
     arguments = [s.partition("q2.seed(")[2].rstrip(")").split(", ") for s in seeds]
     assert len({anchor for anchor, _ in arguments}) == 1  # one gradient
-    assert sorted(salt for _, salt in arguments) == ["1", "3"]  # wgrad of site 0 and of site 1
+    assert sorted(seed_index for _, seed_index in arguments) == [
+        "1",
+        "3",
+    ]  # wgrad of site 0 and of site 1
 
 
 def test_saved_for_backward_is_packed(tmp_path):

@@ -11,13 +11,13 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from q2compile.report.report import Report
+from q2compile.report.report import RunReport
 from q2compile.runtime_kernels import registry
 from q2compile.runtime_kernels.cuda import checked_cases, selfcheck
 from q2compile.runtime_kernels.cuda.checked_cases import COLUMNWISE, op_of
 from q2compile.runtime_kernels.cuda.jit import launch, nvrtc
 from q2compile.runtime_kernels.numerics.layout import pack_bits, unpack_bits
-from q2compile.runtime_kernels.ops.table import Variant
+from q2compile.runtime_kernels.ops.table import QuantizerVariant
 from q2compile.runtime_kernels.registry import CPP, REFERENCE, SCALED_MM, Kernel, KernelWarning
 from tests.support.pretended_gpu import on_gpu
 from tests.support.small_model import Mlp, quantized
@@ -106,7 +106,7 @@ def test_a_kernel_is_rejected_for_calls_of_that_kind_alone(candidate):
 
 
 def test_reports_note_what_was_rejected(candidate):
-    report = Report()
+    report = RunReport()
     assert report.notes == []
     candidate("gemm", ERRORS[0])
     with pytest.warns(KernelWarning):
@@ -212,7 +212,7 @@ def test_a_source_that_nvrtc_refuses_is_compiled_once(monkeypatch, tmp_path):
     monkeypatch.setattr(nvrtc, "compile_variant", compile_variant)
     for architecture in ("sm_120a", "sm_120a", "sm_121a"):
         with pytest.raises(nvrtc.CompileError, match="unknown instruction"):
-            nvrtc.cubin(nvrtc.Variant("dequantize.cu", ()), architecture)
+            nvrtc.cubin(nvrtc.KernelVariant("dequantize.cu", ()), architecture)
     assert compiled == ["sm_120a", "sm_121a"]
 
 
@@ -428,7 +428,7 @@ def test_a_self_check_leaves_alone_what_the_caller_has_set(of, candidate):
             seen.append(func)
             return func(*args, **(kwargs or {}))
 
-    op, variant = op_of(of), (of,) if isinstance(of, Variant) else ()
+    op, variant = op_of(of), (of,) if isinstance(of, QuantizerVariant) else ()
     candidate(op, None, "same", function=registry.kernels(op)[-1].function)
     state = torch.get_rng_state()
     torch.set_default_dtype(torch.float64)

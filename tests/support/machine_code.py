@@ -313,7 +313,7 @@ def digests() -> dict[str, str]:
     return {name: hashlib.sha256(text.encode()).hexdigest()[:8] for name, text in found.items()}
 
 
-def digest(variant: nvrtc.Variant, architecture: str) -> str:
+def digest(variant: nvrtc.KernelVariant, architecture: str) -> str:
     """Hash of all that NVRTC compiles, without comments, and of its options."""
     files = (
         variant.file,

@@ -18,8 +18,8 @@ def forget_checks() -> None:
     """Results of self-checks, and of first large GEMMs, are read from disk again, and the sources
     of the kernels."""
     check_results.forget_sources()
-    checks.forget()
-    first_launch.forget()
+    checks.forget_checks()
+    first_launch.forget_first_launches()
 
 
 def forget_failures() -> None:

@@ -25,7 +25,7 @@ from torch._inductor.select_algorithm import extern_kernels
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from q2compile.runtime_kernels.cuda.quantize.rule import SCALED_AFTERWARDS, Rule
+from q2compile.runtime_kernels.cuda.quantize.rule import SCALED_AFTERWARDS, ScaleRule
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.ops import grouped_gemm
 from q2compile.runtime_kernels.ops.table import SPECS
@@ -242,7 +242,7 @@ class _Site:
         outputs = [next(given) if wanted else None for wanted in self.wanted]
         codes = [o for o in outputs[: 3 * self.operands : 3] if o is not None]
         numbers = sum(output.numel() * (1 if spec.dequantized else 2) for output in codes)
-        return numbers // 4 if Rule.of(spec) in SCALED_AFTERWARDS else 0
+        return numbers // 4 if ScaleRule.of(spec) in SCALED_AFTERWARDS else 0
 
     def __call__(self, *given: torch.Tensor) -> None:
         self.counted.made(_line(), (self.workspace(list(given[self.open :])),), (1,), torch.uint8)

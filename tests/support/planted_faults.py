@@ -253,8 +253,8 @@ FAULTS = (
     fault(
         "dgrad and wgrad of a linear draw one seed",
         "q2compile/linear/autograd.py",
-        "(2 * salt, 2 * salt + 1)",
-        "(2 * salt, 2 * salt)",
+        "(2 * seed_index, 2 * seed_index + 1)",
+        "(2 * seed_index, 2 * seed_index)",
         "q2compile/linear",
     ),
     fault(

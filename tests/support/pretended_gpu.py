@@ -11,7 +11,7 @@ from q2compile.runtime_kernels.cuda import check_results, checked_cases
 from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4
 from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.runtime_kernels.cuda.jit.launch import target, unsupported
-from q2compile.runtime_kernels.ops.table import Variant
+from q2compile.runtime_kernels.ops.table import QuantizerVariant
 from tests.support.new_process import forget_checks, forget_failures
 
 
@@ -37,7 +37,7 @@ def forget() -> None:
     target.cache_clear()
 
 
-def on_gpu(of: str | Variant, scheme: str) -> list:
+def on_gpu(of: str | QuantizerVariant, scheme: str) -> list:
     """The arguments of a self-check, as fake tensors of the GPU."""
     with FakeTensorMode():
         return [

@@ -11,7 +11,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from q2compile.passes.graph_queries import depending_on_tangents, is_forward_operand
-from q2compile.passes.joint.gathered_rows import Gathered, Zeroed, gathered, hint_of
+from q2compile.passes.joint.gathered_rows import GatheredRows, Zeroed, gathered, hint_of
 from q2compile.passes.new_node import new_constant, new_node, new_size
 from q2compile.runtime_kernels.ops.table import MASK, QuantizerCall, quantizers
 
@@ -82,7 +82,7 @@ class _Rewritten:
     """One quantizer of gathered rows, as it is made anew."""
 
     def __init__(
-        self, graph: fx.Graph, node: fx.Node, call: QuantizerCall, found: Gathered
+        self, graph: fx.Graph, node: fx.Node, call: QuantizerCall, found: GatheredRows
     ) -> None:
         self.graph, self.node, self.call, self.found = graph, node, call, found
 

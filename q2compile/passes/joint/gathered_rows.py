@@ -27,7 +27,7 @@ class Zeroed(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Gathered:
+class GatheredRows:
     """A matrix that is zeroed(cast(source[index])).
 
     source  a matrix
@@ -51,7 +51,7 @@ class Gathered:
         return statically_known_true(named == self.source.meta["val"].shape[0] * order.k)
 
 
-def gathered(x: Any) -> Gathered | None:
+def gathered(x: Any) -> GatheredRows | None:
     """The matrix from which x [R, K] is gathered; None if it is not gathered."""
     casts: list[fx.Node] = []
     zeroed: list[Zeroed] = []
@@ -68,7 +68,7 @@ def gathered(x: Any) -> Gathered | None:
             node = mask[1]
         else:
             found = _gather(node)
-            return found and Gathered(*found, casts, zeroed)
+            return found and GatheredRows(*found, casts, zeroed)
     return None
 
 

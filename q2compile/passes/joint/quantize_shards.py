@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from q2compile.capture.node_meta import GATHERS, SALT, SITE
+from q2compile.capture.node_meta import GATHERS, SEED_INDEX, SITE
 from q2compile.passes.graph_queries import GEMM_OPS, VIEWS_AND_CASTS, is_q2
 from q2compile.passes.joint.gathered_weight import GatheredWeight, gather_behind, gathered_weight
 from q2compile.passes.new_node import new_constant, new_node
@@ -84,8 +84,8 @@ def _leave(quantizer: fx.Node, gather: fx.Node, why: str) -> None:
 
 def _note(gather: fx.Node, quantizer: fx.Node, text: str) -> None:
     """For the report."""
-    salt = quantizer.meta.get("custom", {}).get(SALT)
-    gather.meta[GATHERS] = {**gather.meta.get(GATHERS, {}), salt: text}
+    seed_index = quantizer.meta.get("custom", {}).get(SEED_INDEX)
+    gather.meta[GATHERS] = {**gather.meta.get(GATHERS, {}), seed_index: text}
 
 
 def _is_weight(quantizer: fx.Node, call: QuantizerCall) -> bool:

@@ -13,7 +13,7 @@ import torch
 from q2compile.cost_model.devices import Device, data_sheet
 from q2compile.runtime_kernels.kernel_states import REJECTED, NotServedError, lines_of
 from q2compile.tools.bench.llama_block import Block
-from q2compile.tools.bench.report import FAULT, UNSUPPORTED, Log, Row, Times
+from q2compile.tools.bench.report import FAULT, UNSUPPORTED, BenchRow, Log, Times
 from q2compile.tools.bench.timing import (
     CALLS,
     Call,
@@ -146,7 +146,7 @@ class Bench:
         return {name: Times.of(times) for name, times in found.items()}
 
 
-def timed(row: Row, times: Times | None, error: Exception | None = None) -> Row:
+def timed(row: BenchRow, times: Times | None, error: Exception | None = None) -> BenchRow:
     """A row with its times, or with the reason why there are none."""
     if times is not None:
         row.microseconds, row.minimum, row.p90 = times
@@ -155,7 +155,7 @@ def timed(row: Row, times: Times | None, error: Exception | None = None) -> Row:
     return row
 
 
-def failed(row: Row, error: Exception) -> None:
+def failed(row: BenchRow, error: Exception) -> None:
     """Notes what was raised in the place of a result."""
     own = str(error)
     row.why = " ".join(f"{type(error).__name__}: {own}".split())[:500]

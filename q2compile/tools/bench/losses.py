@@ -30,7 +30,7 @@ from torch import nn
 from q2compile.recipes.published import RECIPES
 from q2compile.tools.bench.bench import Bench, failed
 from q2compile.tools.bench.llama_block import Block, LlamaBlock
-from q2compile.tools.bench.report import FAULT, PASSED, Row
+from q2compile.tools.bench.report import FAULT, PASSED, BenchRow
 
 FILE = "losses.json"
 STEPS, LAST, SEEDS = 50, 10, 4
@@ -90,14 +90,14 @@ def train(
     return losses
 
 
-def losses(bench: Bench) -> Iterator[Row]:
+def losses(bench: Bench) -> Iterator[BenchRow]:
     """The losses of each recipe, beside the references'."""
     curves = shipped()
     recipes = RECIPES if bench.on_gpu else ["quartet2"]
     for recipe in recipes:
         bench.begun(recipe)
         steps = bench.sizes.steps
-        row = Row("losses", f"{recipe}, {steps} steps", status=PASSED)
+        row = BenchRow("losses", f"{recipe}, {steps} steps", status=PASSED)
         start = time.perf_counter()
         try:
             inner = "inductor" if bench.on_gpu else "eager"

@@ -36,7 +36,7 @@ from q2compile.tools.bench.cases import CASES, OTHERS, calls_of_host, calls_of_q
 from q2compile.tools.bench.checks import checks, hashes
 from q2compile.tools.bench.llama_block import Block, LlamaBlock
 from q2compile.tools.bench.losses import losses
-from q2compile.tools.bench.report import FAULT, MEASURED, NOISE, Row, Times
+from q2compile.tools.bench.report import FAULT, MEASURED, NOISE, BenchRow, Times
 from q2compile.tools.bench.timing import Call, host_microseconds
 
 RECIPE = "quartet2"
@@ -48,7 +48,7 @@ _SEPARATOR = " algorithm "
 _OF_CODES = (CUBLASLT_FP4, TRITON_FP4)  # on fp4 tensor cores
 
 
-def quantizers(bench: Bench) -> Iterator[Row]:
+def quantizers(bench: Bench) -> Iterator[BenchRow]:
     """Each quantizer, beside a copy of its operand in bf16."""
     names = [*OTHERS, *CASES]
     if not bench.on_gpu:  # bf16 operands are what kernels write for emulated GEMMs
@@ -58,7 +58,7 @@ def quantizers(bench: Bench) -> Iterator[Row]:
     calls = calls_of_quantizers(bench.device, rows, cols, inputs, [_COPY, *names])
     times, errors = bench.times(calls)
     for name in names:
-        row = Row("quantizers", name, (rows, cols), beside=_COPY)
+        row = BenchRow("quantizers", name, (rows, cols), beside=_COPY)
         row.beside_microseconds = _median(times, _COPY)
         if bench.sheet:
             row.predicted = 1e6 * step_of(name, rows * cols).seconds(bench.sheet)
@@ -69,7 +69,7 @@ def _median(times: Mapping[str, Times], name: str) -> float | None:
     return times[name].median if name in times else None
 
 
-def products(bench: Bench) -> Iterator[Row]:
+def products(bench: Bench) -> Iterator[BenchRow]:
     """Each GEMM kernel at each shape, and each algorithm of cuBLASLt's, beside BF16's GEMM; the
     fastest are noted."""
     for format in _FORMATS:
@@ -81,7 +81,7 @@ def products(bench: Bench) -> Iterator[Row]:
 
 def _product(
     bench: Bench, format: str, shape: tuple[int, int, int], *, bias: bool = False
-) -> Iterator[Row]:
+) -> Iterator[BenchRow]:
     m, n, k = shape
     names = (*_OF_CODES, CUDA_BF16) if bench.on_gpu else (REFERENCE,)
     count = bench.inputs((m * k + n * k) // 2)
@@ -126,7 +126,7 @@ def _product(
     for name in (*listed, *tried):
         kernel = name.partition(_SEPARATOR)[0]
         words = f"{format} {name}{' with a bias' if bias else ''}"
-        row = Row("products", words, shape, beside=_BF16, kernel=kernel)
+        row = BenchRow("products", words, shape, beside=_BF16, kernel=kernel)
         row.beside_microseconds = _median(times, _BF16)
         row.predicted = _predicted_product(bench.sheet, format, shape, kernel)
         timed(row, times.get(name), errors.get(name))
@@ -183,7 +183,7 @@ def _predicted_product(
     return 1e6 * (sum(step.seconds(sheet) for step in asked) + alone)
 
 
-def grouped(bench: Bench) -> Iterator[Row]:
+def grouped(bench: Bench) -> Iterator[BenchRow]:
     """The three grouped GEMMs of a stack of experts by each kernel, beside the one that is last
     asked."""
     experts, tokens, outputs, inputs = bench.sizes.grouped
@@ -210,7 +210,7 @@ def grouped(bench: Bench) -> Iterator[Row]:
             yield from _grouped(bench, f"{format} {gemm}", args)
 
 
-def _grouped(bench: Bench, words: str, args: tuple[Any, ...]) -> Iterator[Row]:
+def _grouped(bench: Bench, words: str, args: tuple[Any, ...]) -> Iterator[BenchRow]:
     names = [k.name for k in kernels("grouped_gemm") if bench.on_gpu != (k.name == REFERENCE)]
     results: dict[str, torch.Tensor] = {}
 
@@ -221,7 +221,9 @@ def _grouped(bench: Bench, words: str, args: tuple[Any, ...]) -> Iterator[Row]:
 
     times, errors = bench.times({name: partial(calls, name) for name in names})
     for name in names:
-        row = Row("grouped", f"{words} {name}", bench.sizes.grouped, beside=names[-1], kernel=name)
+        row = BenchRow(
+            "grouped", f"{words} {name}", bench.sizes.grouped, beside=names[-1], kernel=name
+        )
         row.beside_microseconds = _median(times, names[-1])
         timed(row, times.get(name), errors.get(name))
         wrong = _disagreement(results, name, names[-1])
@@ -230,7 +232,7 @@ def _grouped(bench: Bench, words: str, args: tuple[Any, ...]) -> Iterator[Row]:
         yield row
 
 
-def linear(bench: Bench) -> Iterator[Row]:
+def linear(bench: Bench) -> Iterator[BenchRow]:
     """Forward and backward of one linear in bf16 by each recipe, beside plain Inductor; and with a
     bias by one."""
     for recipe in RECIPES:
@@ -239,11 +241,11 @@ def linear(bench: Bench) -> Iterator[Row]:
     yield _linear(bench, RECIPE, bias=True)
 
 
-def _linear(bench: Bench, recipe: str, *, bias: bool = False) -> Row:
+def _linear(bench: Bench, recipe: str, *, bias: bool = False) -> BenchRow:
     tokens, outputs, inputs = bench.sizes.linear
     name = f"{recipe}, forward and backward{', with a bias' if bias else ''}"
     bench.begun(name)
-    row = Row("linear", name, bench.sizes.linear, beside=_BF16)
+    row = BenchRow("linear", name, bench.sizes.linear, beside=_BF16)
     try:
         steps = {}
         for backend in ("inductor", "quartet2"):
@@ -281,7 +283,7 @@ def launched(step: Call) -> list[str]:
     ]
 
 
-def block(bench: Bench) -> Iterator[Row]:
+def block(bench: Bench) -> Iterator[BenchRow]:
     """Forward and backward of a Llama's block in bf16, beside plain Inductor. Predicted: BF16 as
     measured here, and what its linears take more."""
     sizes = bench.sizes.block
@@ -294,7 +296,7 @@ def block(bench: Bench) -> Iterator[Row]:
         x = torch.randn(shape, device=bench.device, dtype=torch.bfloat16)
         steps[backend] = _step(model, x, backend, RECIPE)
     times = bench.steps(steps)
-    row = Row("block", f"{RECIPE}, forward and backward", shape, beside=_BF16)
+    row = BenchRow("block", f"{RECIPE}, forward and backward", shape, beside=_BF16)
     row.beside_microseconds = times["inductor"].median
     if bench.sheet:
         row.predicted = times["inductor"].median + 1e6 * _added(bench.sheet, sizes)
@@ -327,12 +329,12 @@ def _step(module: nn.Module, x: torch.Tensor, backend: str, recipe: str) -> Call
     return step
 
 
-def on_host(bench: Bench) -> Iterator[Row]:
+def on_host(bench: Bench) -> Iterator[BenchRow]:
     """Host times of calls."""
     if bench.on_gpu:
         for name, call in calls_of_host(bench.device).items():
             bench.begun(name)
-            yield Row("host", name, (256, 256), microseconds=host_microseconds(call))
+            yield BenchRow("host", name, (256, 256), microseconds=host_microseconds(call))
     repeats = bench.sizes.host_repeats
     bench.begun("calls")
     each = host.per_call(bench.device, *bench.sizes.host_calls, repeats=repeats)
@@ -345,16 +347,16 @@ def on_host(bench: Bench) -> Iterator[Row]:
     yield _host_row("a linear of a training step", (128, 128, 128), own, bf16)
 
 
-def _host_row(name: str, shape: tuple[int, ...], own: float, bf16: float | None = None) -> Row:
+def _host_row(name: str, shape: tuple[int, ...], own: float, bf16: float | None = None) -> BenchRow:
     """own, and bf16, are slopes: one that is not positive is no time."""
     if own <= 0 or (bf16 is not None and bf16 <= 0):
         why = f"{BUSY}: the time of more calls is not longer"
-        return Row("host", name, shape, NOISE, why=why)
+        return BenchRow("host", name, shape, NOISE, why=why)
     beside = "" if bf16 is None else _BF16
-    return Row("host", name, shape, microseconds=own, beside=beside, beside_microseconds=bf16)
+    return BenchRow("host", name, shape, microseconds=own, beside=beside, beside_microseconds=bf16)
 
 
-GROUPS: dict[str, Callable[[Bench], Iterator[Row]]] = {
+GROUPS: dict[str, Callable[[Bench], Iterator[BenchRow]]] = {
     "checks": checks,
     "codes": hashes,
     "quantizers": quantizers,
@@ -367,12 +369,12 @@ GROUPS: dict[str, Callable[[Bench], Iterator[Row]]] = {
 }
 
 
-def measured(bench: Bench) -> Iterator[Row]:
+def measured(bench: Bench) -> Iterator[BenchRow]:
     """The rows of a bench's group, as they come. One that fails ends in a row that says why."""
     try:
         yield from GROUPS[bench.group](bench)
     except Exception as error:
-        row = Row(bench.group, "all")
+        row = BenchRow(bench.group, "all")
         failed(row, error)
         row.status = FAULT
         yield row

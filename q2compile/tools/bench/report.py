@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from q2compile.report.page.headline import time_words
+from q2compile.tools.time_words import time_words
 
 SCHEMA = 2
 # The text of a row.
@@ -60,7 +60,7 @@ class Times(NamedTuple):
 
 
 @dataclass
-class Row:
+class BenchRow:
     """One measurement or check.
 
     microseconds: the median of a call; None where none was measured.

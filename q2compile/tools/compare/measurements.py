@@ -12,7 +12,7 @@ from q2compile.cost_model.devices import DEVICES
 from q2compile.errors import ConfigError, one_of, shown
 from q2compile.recipes.recipe import GEMMS
 from q2compile.report.row import Row, shape_text
-from q2compile.report.worst_layers import (
+from q2compile.tools.worst_layers import (
     after,
     cost_of,
     policy_of,

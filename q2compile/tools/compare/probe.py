@@ -74,7 +74,7 @@ class Probes:
         inline_attention(gm)
         rows = rewrite(gm, self.config, Names.of_graph(gm))
         self.rows += rows
-        names = {row.salt: row.module for row in rows if row.taken}
+        names = {row.seed_index: row.module for row in rows if row.taken}
         for graph in called_graphs(gm):
             _probe(graph, self, names)
         return gm.forward
@@ -96,11 +96,13 @@ def _probe(gm: fx.GraphModule, probes: Probes, names: dict[int | None, str]) -> 
     for node in list(gm.graph.nodes):
         if node.op != "call_function" or node.target not in ops:
             continue
-        *operands, fprop, dgrad, wgrad, salt = node.args
-        probe = Probe(probes, names[salt], node.target, parse(fprop, dgrad, wgrad), salt)
-        gm.add_submodule(f"probe_{salt}", probe)
+        *operands, fprop, dgrad, wgrad, seed_index = node.args
+        probe = Probe(
+            probes, names[seed_index], node.target, parse(fprop, dgrad, wgrad), seed_index
+        )
+        gm.add_submodule(f"probe_{seed_index}", probe)
         with gm.graph.inserting_before(node):
-            new = gm.graph.call_module(f"probe_{salt}", tuple(operands))
+            new = gm.graph.call_module(f"probe_{seed_index}", tuple(operands))
         new.meta = node.meta
         node.replace_all_uses_with(new)
         gm.graph.erase_node(node)
@@ -110,10 +112,12 @@ def _probe(gm: fx.GraphModule, probes: Probes, names: dict[int | None, str]) -> 
 class Probe(nn.Module):
     """One matmul: x [..., K], w [N, K] (or a stack of them), and the op's third operand, if any."""
 
-    def __init__(self, probes: Probes, module: str, op: Any, recipe: Recipe, salt: int) -> None:
+    def __init__(
+        self, probes: Probes, module: str, op: Any, recipe: Recipe, seed_index: int
+    ) -> None:
         super().__init__()
         self._probes, self._module, self._op = probes, module, op
-        self._recipe, self._salt = recipe, salt
+        self._recipe, self._seed_index = recipe, seed_index
 
     def forward(self, x: Tensor, w: Tensor, *third: Any) -> Tensor:
         run = self._probes.run
@@ -125,7 +129,7 @@ class Probe(nn.Module):
 
     def _call(self, texts: tuple[str, str, str], *operands: Any) -> Tensor:
         with _own_random_bits(operands[0]):
-            return self._op(*operands, *texts, self._salt)
+            return self._op(*operands, *texts, self._seed_index)
 
     def _measured(self, x: Tensor, w: Tensor, *third: Any) -> Tensor:
         """The matmul in high precision. Beside it, on copies of its operands, runs the quantized

@@ -21,7 +21,7 @@ from q2compile.recipes.recipe import Operand
 from q2compile.runtime_kernels.numerics.nvfp4 import pow2_global_scale
 from q2compile.runtime_kernels.numerics.schemes import E4M3_MAX, SCHEMES
 from q2compile.tools.export.places import Place, matrix_of
-from q2compile.tools.export.traced import Use
+from q2compile.tools.export.traced import WeightUse
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class InexactError(ConfigError):
     """A format can't hold a layer's codes as they are."""
 
 
-def codes_of(parameter: Tensor, uses: Sequence[Use]) -> Codes:
+def codes_of(parameter: Tensor, uses: Sequence[WeightUse]) -> Codes:
     """The codes of all rows of a parameter, from what its matmuls make of it.
 
     Raises InexactError where the matmuls quantize it in more than one way, or not all of it, or
@@ -79,7 +79,7 @@ def codes_of(parameter: Tensor, uses: Sequence[Use]) -> Codes:
     return _joined(whole, 0)
 
 
-def _cut_codes(w: Tensor, place: Place, use: Use, cuts: Sequence[tuple[int, int]]) -> Codes:
+def _cut_codes(w: Tensor, place: Place, use: WeightUse, cuts: Sequence[tuple[int, int]]) -> Codes:
     """Codes of w [N, K], each rank's part for itself, as tensor parallelism has it."""
     if not cuts:
         return _quantized(w, use)
@@ -92,7 +92,7 @@ def _cut_codes(w: Tensor, place: Place, use: Use, cuts: Sequence[tuple[int, int]
     return _joined(parts, dim)
 
 
-def _quantized(w: Tensor, use: Use) -> Codes:
+def _quantized(w: Tensor, use: WeightUse) -> Codes:
     """fprop's codes of w [N, K]."""
     operand = use.fprop.b
     scheme = SCHEMES[operand.scheme]

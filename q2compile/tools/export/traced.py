@@ -37,7 +37,7 @@ from q2compile.torch_internals.dynamo import (
 
 
 @dataclass(frozen=True)
-class Use:
+class WeightUse:
     """A matmul of a taken weight: what its forward does.
 
     site    the name that the policy sees
@@ -64,7 +64,7 @@ class Trace:
                are smaller than a block
     """
 
-    uses: dict[str, list[Use]] = field(default_factory=dict)
+    uses: dict[str, list[WeightUse]] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
     amax: dict[str, Tensor] = field(default_factory=dict)
     unmatched: list[str] = field(default_factory=list)
@@ -80,7 +80,7 @@ class Trace:
         if isinstance(place, str):
             self.left.setdefault(site, place)
             return
-        use = Use(site, fprop, example(found.node).dtype, place)
+        use = WeightUse(site, fprop, example(found.node).dtype, place)
         own = [plain_name(name) for name in names.by_id.get(id(found.parameter), [])]
         served = names.served_too(found.parameter)
         named = [name for name in own if site_name(name) == site] or own[:1]
@@ -88,9 +88,9 @@ class Trace:
             self._note(name, use)
         for name, _ in names.root.named_parameters() if served and names.root else ():
             if site_name(name) in served:  # an equal layer, which the same graph computes
-                self._note(plain_name(name), Use(site_name(name), fprop, use.dtype, place))
+                self._note(plain_name(name), WeightUse(site_name(name), fprop, use.dtype, place))
 
-    def _note(self, name: str, use: Use) -> None:
+    def _note(self, name: str, use: WeightUse) -> None:
         uses = self.uses.setdefault(name, [])
         if use not in uses:
             uses.append(use)

@@ -52,7 +52,7 @@ _MOST_PLANS = 4096  # for a program whose shapes never repeat
 Operand = tuple[torch.Tensor, torch.Tensor]  # codes, scales
 
 
-class Product(NamedTuple):
+class GemmKind(NamedTuple):
     """A kind of product: a [rows, k] times b [columns, k], transposed, on a CUDA device.
 
     operand and scale_mode: cuBLASLt's constants for the type of both, and for the layout of their
@@ -102,7 +102,7 @@ class Descriptors:
     """The descriptors of a product: an operation, three layouts, a preference. Making them needs no
     device."""
 
-    def __init__(self, product: Product) -> None:
+    def __init__(self, product: GemmKind) -> None:
         p = product
         self._made: list[tuple[str, ctypes.c_void_p]] = []
         weakref.finalize(self, _destroy, library(), self._made).atexit = False
@@ -163,7 +163,7 @@ class Plan:
         LaunchError: cuBLASLt has none.
     """
 
-    def __init__(self, product: Product, wanted: Sequence[int] | None = None) -> None:
+    def __init__(self, product: GemmKind, wanted: Sequence[int] | None = None) -> None:
         self._product, self._parts = product, Descriptors(product)
         self._handle, self._zero = handle(product.device)
         self._lock = threading.Lock()  # the pointers are in the descriptor; ctypes lets others run
@@ -218,10 +218,10 @@ def _address(x: torch.Tensor | None) -> ctypes.c_void_p:
     return ctypes.c_void_p(None if x is None else x.data_ptr())
 
 
-_PLANS: dict[Product, Plan] = {}
+_PLANS: dict[GemmKind, Plan] = {}
 
 
-def run(product: Product, a: Operand, b: Operand, alpha, bias, out) -> None:
+def run(product: GemmKind, a: Operand, b: Operand, alpha, bias, out) -> None:
     """Enqueues a product on torch's current stream; its device is the current one.
 
     a, b: codes in rows, and scales in the order that cuBLASLt reads; all contiguous and aligned.
@@ -234,7 +234,7 @@ def run(product: Product, a: Operand, b: Operand, alpha, bias, out) -> None:
     planned(product).run(a, b, alpha, bias, out)
 
 
-def planned(product: Product) -> Plan:
+def planned(product: GemmKind) -> Plan:
     """The plan that a product runs by.
 
     Raises:
@@ -243,7 +243,7 @@ def planned(product: Product) -> Plan:
     return _PLANS.get(product) or plan(product)
 
 
-def plan(product: Product, wanted: Sequence[int] | None = None) -> Plan:
+def plan(product: GemmKind, wanted: Sequence[int] | None = None) -> Plan:
     """Chooses the algorithm that a product runs by from now on.
 
     wanted: None for the first that the heuristic lists; another is taken if it is listed.
@@ -263,7 +263,7 @@ def forget_plans() -> None:
     _PLANS.clear()
 
 
-def ready(product: Product) -> None:
+def ready(product: GemmKind) -> None:
     """Loads all that the first call would load; sizes may be symbolic.
 
     Raises:

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from q2compile.runtime_kernels.cuda.calls import on_device
 from q2compile.runtime_kernels.cuda.check_results import Request
 from q2compile.runtime_kernels.cuda.gemm import swizzle
-from q2compile.runtime_kernels.cuda.gemm.cublaslt import Product, planned, ready, run
+from q2compile.runtime_kernels.cuda.gemm.cublaslt import GemmKind, planned, ready, run
 from q2compile.runtime_kernels.cuda.gemm.first_launch import (
     Factor,
     begin,
@@ -36,7 +36,7 @@ from q2compile.runtime_kernels.cuda.jit.limits import why_no_fp4
 from q2compile.runtime_kernels.cuda.selfcheck import rejection
 from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
-from q2compile.runtime_kernels.ops.gemm import alpha_of, checked
+from q2compile.runtime_kernels.ops.gemm import alpha_of, checked_gemm
 from q2compile.runtime_kernels.ops.table import GEMM
 from q2compile.runtime_kernels.registry import CUBLASLT_FP4, kernel
 
@@ -71,11 +71,11 @@ def _prepare_fp4(
 
 def product_of(
     a_codes: torch.Tensor, b_codes: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
-) -> Product:
+) -> GemmKind:
     """The product that cuBLASLt computes: columns and contraction padded, and an fp32 result if the
     bias is added afterwards."""
     inside = takes(bias, dtype)
-    return Product(
+    return GemmKind(
         a_codes.device.index,
         a_codes.shape[0],
         ceil_div(b_codes.shape[0], _UNIT) * _UNIT,
@@ -97,7 +97,7 @@ def gemm_fp4(
     a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
 ) -> torch.Tensor:
     """See ops/gemm.py."""
-    a_spec, b_spec = checked(
+    a_spec, b_spec = checked_gemm(
         a_codes, a_scales, a_global, b_codes, b_scales, b_global, a_scheme, b_scheme
     )
     rows, columns = a_codes.shape[0], b_codes.shape[0]
@@ -119,7 +119,7 @@ def gemm_fp4(
     return out
 
 
-def _first(product: Product, device: torch.device) -> Request | None:
+def _first(product: GemmKind, device: torch.device) -> Request | None:
     """The first large product by an algorithm is compared with a BF16 GEMM.
 
     Raises:
@@ -132,7 +132,7 @@ def _first(product: Product, device: torch.device) -> Request | None:
     return begin(GEMM, CUBLASLT_FP4, device, *which)
 
 
-def _product(product: Product, a, b, bias: torch.Tensor | None) -> torch.Tensor:
+def _product(product: GemmKind, a, b, bias: torch.Tensor | None) -> torch.Tensor:
     """a and b: codes, swizzled scales, global scale. The product without its padding."""
     (a_codes, a_scales, a_global), (b_codes, b_scales, b_global) = a, b
     columns, missing = b_codes.shape[0], product.columns - b_codes.shape[0]

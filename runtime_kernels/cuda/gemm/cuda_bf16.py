@@ -17,7 +17,7 @@ from q2compile.runtime_kernels.cuda.gemm.operands import (
 from q2compile.runtime_kernels.cuda.selfcheck import rejection
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, Scheme, get_scheme
 from q2compile.runtime_kernels.numerics.swizzle import unswizzle_32x4x4
-from q2compile.runtime_kernels.ops.gemm import alpha_of, checked
+from q2compile.runtime_kernels.ops.gemm import alpha_of, checked_gemm
 from q2compile.runtime_kernels.registry import CUDA_BF16, kernel
 
 
@@ -41,7 +41,7 @@ def gemm_bf16(
     a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
 ) -> torch.Tensor:
     """See ops/gemm.py."""
-    a_spec, b_spec = checked(
+    a_spec, b_spec = checked_gemm(
         a_codes, a_scales, a_global, b_codes, b_scales, b_global, a_scheme, b_scheme
     )
     if 0 in (*a_codes.shape, *b_codes.shape):

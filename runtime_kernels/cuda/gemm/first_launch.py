@@ -67,7 +67,7 @@ Finish = Callable[[torch.Tensor, torch.Tensor, int, int], torch.Tensor]
 _RESULTS: dict[tuple, Result] = {}
 
 
-def forget() -> None:
+def forget_first_launches() -> None:
     """As in a new process: results of earlier processes are read again."""
     _RESULTS.clear()
 

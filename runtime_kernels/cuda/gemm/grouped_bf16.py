@@ -13,7 +13,7 @@ from q2compile.runtime_kernels.cuda.gemm.cuda_bf16 import dequantized
 from q2compile.runtime_kernels.cuda.gemm.grouped_mm import grouped_mm, unserved, zero_rows_launch
 from q2compile.runtime_kernels.cuda.selfcheck import rejection
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
-from q2compile.runtime_kernels.ops.grouped_gemm import as_grouped, checked, factor_of
+from q2compile.runtime_kernels.ops.grouped_gemm import as_grouped, checked_grouped_gemm, factor_of
 from q2compile.runtime_kernels.registry import CUDA_BF16, kernel
 
 
@@ -43,7 +43,7 @@ def grouped_gemm_bf16(
 ) -> torch.Tensor:
     """See ops/grouped_gemm.py."""
     operands = (a_codes, a_scales, a_global, b_codes, b_scales, b_global)
-    a_spec, b_spec = checked(*operands, a_scheme, b_scheme)
+    a_spec, b_spec = checked_grouped_gemm(*operands, a_scheme, b_scheme)
     has_pow2_scale = a_spec.has_pow2_scale and b_spec.has_pow2_scale
     a = dequantized(a_codes, a_scales, a_global if has_pow2_scale else None, a_spec)
     b = dequantized(b_codes, b_scales, b_global if has_pow2_scale else None, b_spec)

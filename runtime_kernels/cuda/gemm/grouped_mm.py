@@ -7,7 +7,13 @@ import functools
 
 import torch
 
-from q2compile.runtime_kernels.cuda.calls import BufferSlot, Launching, LaunchPlan, Layout, Step
+from q2compile.runtime_kernels.cuda.calls import (
+    BufferSlot,
+    Launching,
+    LaunchPlan,
+    LaunchStep,
+    OperandLayout,
+)
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, launch, multiprocessors
 from q2compile.runtime_kernels.cuda.selfcheck import rejection
 from q2compile.runtime_kernels.registry import CUDA, kernel
@@ -60,7 +66,9 @@ def _zero_rows_call(out: torch.Tensor, offs: torch.Tensor) -> LaunchPlan:
     row_bytes = out.stride(0) * out.element_size()
     grid = 2 * multiprocessors(out.device.index), 1
     values = (BufferSlot(0), BufferSlot(1), out.shape[0] * row_bytes, row_bytes, offs.shape[0])
-    return LaunchPlan(2, (), 0, (Step(zero_rows_launch(), grid, values),))
+    return LaunchPlan(2, (), 0, (LaunchStep(zero_rows_launch(), grid, values),))
 
 
-_zero_rows = Launching(_zero_rows_call, lambda *args: [zero_rows_launch()], {1: Layout.CONTIGUOUS})
+_zero_rows = Launching(
+    _zero_rows_call, lambda *args: [zero_rows_launch()], {1: OperandLayout.CONTIGUOUS}
+)

@@ -11,7 +11,7 @@ from q2compile.runtime_kernels.cuda.gemm.triton_fp4 import compiling, unserved
 from q2compile.runtime_kernels.cuda.jit.launch import multiprocessors
 from q2compile.runtime_kernels.cuda.selfcheck import rejection
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
-from q2compile.runtime_kernels.ops.grouped_gemm import checked, result_shape
+from q2compile.runtime_kernels.ops.grouped_gemm import checked_grouped_gemm, result_shape
 from q2compile.runtime_kernels.ops.table import GROUPED_GEMM
 from q2compile.runtime_kernels.registry import TRITON_FP4, kernel
 
@@ -35,7 +35,7 @@ def grouped_gemm_triton(
     from q2compile.runtime_kernels.cuda.gemm.triton_kernel import choose_tile
 
     operands = (a_codes, a_scales, a_global, b_codes, b_scales, b_global)
-    specs = checked(*operands, a_scheme, b_scheme)
+    specs = checked_grouped_gemm(*operands, a_scheme, b_scheme)
     index, groups = a_codes.device.index, offs.shape[0]
     rows, columns = a_codes.shape[0], b_codes.shape[0]
     if 0 in (*a_codes.shape, columns):

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from q2compile.runtime_kernels.cuda.gemm.operands import without_contraction
 from q2compile.runtime_kernels.cuda.jit.limits import why_no_fp8
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
-from q2compile.runtime_kernels.ops.gemm import checked
+from q2compile.runtime_kernels.ops.gemm import checked_gemm
 from q2compile.runtime_kernels.registry import SCALED_MM, kernel
 
 UNIT = 16  # rows of the second operand, and the contraction, which quantizers pad
@@ -37,7 +37,7 @@ def gemm_scaled_mm(
     a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
 ) -> torch.Tensor:
     """See ops/gemm.py."""
-    checked(a_codes, a_scales, a_global, b_codes, b_scales, b_global, a_scheme, b_scheme)
+    checked_gemm(a_codes, a_scales, a_global, b_codes, b_scales, b_global, a_scheme, b_scheme)
     rows = b_codes.shape[0]
     if 0 in (*a_codes.shape, rows):
         return without_contraction(a_codes, b_codes, bias, dtype)

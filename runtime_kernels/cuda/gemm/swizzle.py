@@ -20,9 +20,9 @@ from q2compile.runtime_kernels.cuda.calls import (
     BufferSlot,
     Launching,
     LaunchPlan,
-    Layout,
+    LaunchStep,
+    OperandLayout,
     Output,
-    Step,
 )
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, launch
 from q2compile.runtime_kernels.numerics.layout import ceil_div
@@ -58,7 +58,9 @@ def _swizzle_call(scales: torch.Tensor, rows: int, height: int) -> LaunchPlan:
     values = (BufferSlot(0), BufferSlot(1), rows, blocks, shift, tiles_across, words)
     grid = ceil_div(words, THREADS), 1
     output = Output((4 * words,), scales.dtype)
-    return LaunchPlan(1, (output,), 0, (Step(swizzle_launch(), grid, values),))
+    return LaunchPlan(1, (output,), 0, (LaunchStep(swizzle_launch(), grid, values),))
 
 
-_swizzled = Launching(_swizzle_call, lambda *args: [swizzle_launch()], {0: Layout.CONTIGUOUS})
+_swizzled = Launching(
+    _swizzle_call, lambda *args: [swizzle_launch()], {0: OperandLayout.CONTIGUOUS}
+)

@@ -26,7 +26,7 @@ from q2compile.runtime_kernels.cuda.recent_launches import note
 from q2compile.runtime_kernels.cuda.selfcheck import rejection
 from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.numerics.transforms import get_transform
-from q2compile.runtime_kernels.ops.gemm import checked
+from q2compile.runtime_kernels.ops.gemm import checked_gemm
 from q2compile.runtime_kernels.ops.masked_unrotate import check_shape
 from q2compile.runtime_kernels.ops.table import GEMM, GEMM_MASKED_UNROTATE
 from q2compile.runtime_kernels.registry import TRITON_FP4, kernel, kernels_own
@@ -118,7 +118,7 @@ def _gemm(
     """The product; masked and rotated back, where a mask is given."""
     from q2compile.runtime_kernels.cuda.gemm.triton_kernel import Unrotation, choose_tile, gemm_fp4
 
-    a_spec, b_spec = checked(
+    a_spec, b_spec = checked_gemm(
         a_codes, a_scales, a_global, b_codes, b_scales, b_global, a_scheme, b_scheme
     )
     if b_global is None:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from q2compile.runtime_kernels.cuda.jit import limits, nvrtc
-from q2compile.runtime_kernels.cuda.jit.nvrtc import Variant
+from q2compile.runtime_kernels.cuda.jit.nvrtc import KernelVariant
 
 _ADDRESS = struct.calcsize("@P")  # as long as an item of array("Q"), on its alignment
 _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
@@ -47,7 +47,7 @@ class Launch:
         by itself, in its code.
     """
 
-    variant: Variant
+    variant: KernelVariant
     layout: str
     threads: int
     shared: int = 0
@@ -94,7 +94,7 @@ def launch(
     """A Launch of the kernel in `file`, which checks -DQ2_PARAMS_BYTES against its parameter
     struct."""
     sizes = ("Q2_PARAMS_BYTES", params_bytes(layout))
-    variant = Variant(file, (*defines.items(), sizes), headers)
+    variant = KernelVariant(file, (*defines.items(), sizes), headers)
     return Launch(variant, layout, threads, shared, overlaps)
 
 

@@ -32,7 +32,7 @@ class CompileError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Variant:
+class KernelVariant:
     """One kernel: a source file beside this module, compiled with these defines, and with these
     headers (name, text) beside those that every kernel has."""
 
@@ -49,7 +49,7 @@ class Variant:
         return f"{self.file} " + " ".join(f"{name}={value}" for name, value in self.defines)
 
 
-def cubin(variant: Variant, architecture: str) -> bytes:
+def cubin(variant: KernelVariant, architecture: str) -> bytes:
     """The variant's machine code, from the cache or compiled now; PTX for a virtual architecture.
 
     Args:
@@ -66,7 +66,7 @@ def cubin(variant: Variant, architecture: str) -> bytes:
     return _made(variant, architecture, path)
 
 
-def begin(variant: Variant, architecture: str) -> Future:
+def begin(variant: KernelVariant, architecture: str) -> Future:
     """Starts a thread that compiles what cubin() will be asked for. The future ends when it is done
     or has failed. NVRTC holds no lock of Python's."""
     path = _cache_path(variant, architecture)
@@ -84,7 +84,7 @@ def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=8, thread_name_prefix="q2-nvrtc")
 
 
-def _made(variant: Variant, architecture: str, path: Path) -> bytes:
+def _made(variant: KernelVariant, architecture: str, path: Path) -> bytes:
     if path.name in _failed:
         raise CompileError(_failed[path.name])
     code = read_whole(path)
@@ -108,7 +108,7 @@ def forget_failures() -> None:
 
 
 def compile_variant(
-    variant: Variant, architecture: str, extra: tuple[str, ...] = ()
+    variant: KernelVariant, architecture: str, extra: tuple[str, ...] = ()
 ) -> tuple[bytes, str]:
     """Compiles, past the cache: (cubin, log). `extra` are further options of NVRTC's."""
     from cuda.bindings import nvrtc
@@ -165,7 +165,7 @@ def conversions(architecture: str) -> tuple[tuple[str, int], ...]:
     return ("Q2_HW_FP8", int(capability >= 89)), ("Q2_HW_FP4", int(fp4))
 
 
-def compiler_options(variant: Variant, architecture: str) -> tuple[str, ...]:
+def compiler_options(variant: KernelVariant, architecture: str) -> tuple[str, ...]:
     """NVRTC's options for a variant: architecture, language and defines."""
     defines = (*variant.defines, *conversions(architecture))
     return (
@@ -175,7 +175,7 @@ def compiler_options(variant: Variant, architecture: str) -> tuple[str, ...]:
     )
 
 
-def _cache_path(variant: Variant, architecture: str) -> Path:
+def _cache_path(variant: KernelVariant, architecture: str) -> Path:
     key = hashlib.sha256()
     for part in (
         _source(variant.file),

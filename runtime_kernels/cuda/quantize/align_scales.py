@@ -6,9 +6,15 @@ import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from q2compile.runtime_kernels.cuda.calls import MOST_OPERANDS, BufferSlot, Step, Tail, in_places
+from q2compile.runtime_kernels.cuda.calls import (
+    MOST_OPERANDS,
+    BufferSlot,
+    LaunchStep,
+    TailStep,
+    in_places,
+)
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, launch
-from q2compile.runtime_kernels.cuda.quantize.rule import SCALED_AFTERWARDS, Rule
+from q2compile.runtime_kernels.cuda.quantize.rule import SCALED_AFTERWARDS, ScaleRule
 from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.numerics.schemes import Scheme
 
@@ -51,7 +57,7 @@ class Sums(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Alignment(Tail):
+class Alignment(TailStep):
     """The tail of a quantizer: align_scales.cu or finalize_dequantized.cu.
 
     thread_blocks: for each operand, and for each of the sums.
@@ -64,12 +70,14 @@ class Alignment(Tail):
     summing: Launch | None = None
 
     @property
-    def step(self) -> Step:
+    def step(self) -> LaunchStep:
         if self.summing is None:
             grid = self.thread_blocks, len(self.operands)
-            return Step(self.launch, grid, in_places(self.operands))
+            return LaunchStep(self.launch, grid, in_places(self.operands))
         values = [*in_places(self.operands), *in_places(self.sums), len(self.sums)]
-        return Step(self.summing, (self.thread_blocks, len(self.operands) + len(self.sums)), values)
+        return LaunchStep(
+            self.summing, (self.thread_blocks, len(self.operands) + len(self.sums)), values
+        )
 
 
 def align_launch(spec: Scheme, interleaved: bool, sums: bool = False) -> Launch:
@@ -78,12 +86,12 @@ def align_launch(spec: Scheme, interleaved: bool, sums: bool = False) -> Launch:
     interleaved: for chunks of 128.
     sums: the variant that also adds up column sums.
     """
-    rule = Rule.of(spec)
+    rule = ScaleRule.of(spec)
     if spec.dequantized and rule in SCALED_AFTERWARDS:
         return _align_launch(
             "finalize_dequantized.cu",
             Q2_POW2=1,
-            Q2_STOCHASTIC=int(rule == Rule.MS_EDEN),
+            Q2_STOCHASTIC=int(rule == ScaleRule.MS_EDEN),
             Q2_MX=0,
             Q2_INTERLEAVED=int(interleaved),
             Q2_SUMS=int(sums),
@@ -91,9 +99,9 @@ def align_launch(spec: Scheme, interleaved: bool, sums: bool = False) -> Launch:
     return _align_launch(
         "align_scales.cu",
         Q2_POW2=int(spec.global_scale == "pow2"),
-        Q2_STOCHASTIC=int(rule == Rule.MS_EDEN),
-        Q2_MX=int(rule == Rule.MX),
-        Q2_INTERLEAVED=int(interleaved and rule != Rule.MX),
+        Q2_STOCHASTIC=int(rule == ScaleRule.MS_EDEN),
+        Q2_MX=int(rule == ScaleRule.MX),
+        Q2_INTERLEAVED=int(interleaved and rule != ScaleRule.MX),
         Q2_SWIZZLED=int(spec.swizzled and rule in SCALED_AFTERWARDS),
         Q2_SUMS=int(sums),
     )

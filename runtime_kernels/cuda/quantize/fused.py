@@ -36,7 +36,7 @@ from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
     has_room_for_two,
     shared_memory,
 )
-from q2compile.runtime_kernels.cuda.quantize.rule import SCALED_AFTERWARDS, Rule
+from q2compile.runtime_kernels.cuda.quantize.rule import SCALED_AFTERWARDS, ScaleRule
 from q2compile.runtime_kernels.cuda.selfcheck import (
     apart,
     difference_of_bits,
@@ -57,7 +57,7 @@ def no_pair(prologue: PrologueExpression, keywords: Keywords, index: int) -> str
     """None if one kernel may compute and quantize both matrices of such an expression, with the
     scheme of a call, on this CUDA device; otherwise the reason in words."""
     call = call_of(keywords)
-    if Rule.of(call.scheme) not in SCALED_AFTERWARDS:
+    if ScaleRule.of(call.scheme) not in SCALED_AFTERWARDS:
         # MX would spill registers. EXACT would need a pass for the maximum of each operand.
         return f"two operands of {call.scheme.name} are not quantized by one kernel"
     room = shared_memory(index)

@@ -22,12 +22,12 @@ from q2compile.runtime_kernels.cuda.checked_cases import (
     OF_FORMAT,
     RESULTS,
     ROWS,
-    Use,
+    CheckKey,
     arguments_of,
     op_of,
 )
 from q2compile.runtime_kernels.cuda.quantize.grouped_launch import (
-    Product,
+    ScaleProduct,
     compile_ahead,
     grouped_plan,
 )
@@ -40,7 +40,7 @@ from q2compile.runtime_kernels.cuda.selfcheck import (
     launches_of,
 )
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
-from q2compile.runtime_kernels.ops.table import DEQUANTIZE, SPECS, QuantizerCall, Variant
+from q2compile.runtime_kernels.ops.table import DEQUANTIZE, SPECS, QuantizerCall, QuantizerVariant
 from q2compile.runtime_kernels.registry import (
     CUDA,
     GROUPED,
@@ -51,14 +51,14 @@ from q2compile.runtime_kernels.registry import (
 )
 
 # A call as its check describes it, and the scheme.
-Checked = tuple[str | Variant | Use, str]
+Checked = tuple[str | QuantizerVariant | CheckKey, str]
 
 
 class Group(NamedTuple):
     """Calls with one grouped launch. others: how many factors of products no call makes."""
 
     calls: tuple[Checked, ...]
-    products: tuple[Product, ...] = ()
+    products: tuple[ScaleProduct, ...] = ()
     others: int = 0
 
     def __str__(self) -> str:
@@ -135,15 +135,15 @@ def disagreement(device: torch.device, group: Group) -> str | None:
         )
 
 
-def _arguments(number: int, of: str | Variant | Use, scheme: str) -> tuple:
+def _arguments(number: int, of: str | QuantizerVariant | CheckKey, scheme: str) -> tuple:
     """Arguments of call `number`: another number of rows than the other calls, or, if the ends of
     groups fix it, the same rows in another order."""
     arguments = arguments_of(of, scheme, ROWS[0] + 3 * number)
     if of == DEQUANTIZE:  # with all columns, as GEMMs do
         codes, scales, global_scale, name, _, dtype = arguments
         return codes, scales, global_scale, name, 2 * codes.shape[1], dtype
-    variant = of.variant if isinstance(of, Use) else of
-    if isinstance(variant, Variant) and variant.grouped:
+    variant = of.variant if isinstance(of, CheckKey) else of
+    if isinstance(variant, QuantizerVariant) and variant.grouped:
         arguments = arguments[0].roll(number, 0), *arguments[1:]
     return arguments
 

@@ -24,8 +24,8 @@ from q2compile.runtime_kernels.cuda.calls import (
     ALIGNMENT,
     BufferSlot,
     LaunchPlan,
+    LaunchStep,
     Output,
-    Step,
     in_places,
 )
 from q2compile.runtime_kernels.cuda.jit import nvrtc
@@ -34,7 +34,7 @@ from q2compile.runtime_kernels.cuda.quantize.align_scales import Alignment, Tail
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import batched_launch
 
 
-class Product(NamedTuple):
+class ScaleProduct(NamedTuple):
     """The product of the global scales of two operands of a GEMM.
 
     own: one of them, as the number of the call that makes it, and which output of that call it is.
@@ -47,7 +47,7 @@ class Product(NamedTuple):
 
 def grouped_plan(
     plans: Sequence[LaunchPlan],
-    products: Sequence[Product] = (),
+    products: Sequence[ScaleProduct] = (),
     others: int = 0,
 ) -> LaunchPlan:
     """One plan for several that have the same tail kernel.
@@ -84,25 +84,25 @@ def compile_ahead(calls: Iterable[Iterable[Launch]], index: int) -> list[Future]
     return [nvrtc.begin(each.variant, architecture(index)) for each in batched if each is not None]
 
 
-def _moved(step: Step, i: int, slots: _Slots) -> Step:
+def _moved(step: LaunchStep, i: int, slots: _Slots) -> LaunchStep:
     return step._replace(values=[slots.of(i, value) for value in step.values])
 
 
-def _merged(steps: Iterable[Step]) -> list[Step]:
+def _merged(steps: Iterable[LaunchStep]) -> list[LaunchStep]:
     """The steps; those with equal batched launches are merged into one, where the first of them
     was. That is in order: no plan reads what another one writes, and of its own steps only the tail
     reads what earlier ones wrote."""
-    alike: dict[Any, list[Step]] = {}
+    alike: dict[Any, list[LaunchStep]] = {}
     for number, step in enumerate(steps):
         alike.setdefault(step.batched or number, []).append(step)
     return [_as_one(group) if len(group) > 1 else group[0] for group in alike.values()]
 
 
-def _as_one(steps: Sequence[Step]) -> Step:
+def _as_one(steps: Sequence[LaunchStep]) -> LaunchStep:
     launch = steps[0].batched
     assert launch is not None
     grid = max(step.grid[0] for step in steps), len(steps)
-    return Step(launch, grid, in_places([step.values for step in steps]))
+    return LaunchStep(launch, grid, in_places([step.values for step in steps]))
 
 
 def _all_of(tail: Alignment, tails: Mapping[int, Any], slots: _Slots) -> Alignment:
@@ -114,7 +114,7 @@ def _all_of(tail: Alignment, tails: Mapping[int, Any], slots: _Slots) -> Alignme
 
 
 def _multiplying(
-    operands: Sequence[TailOperand], slots: _Slots, products: Sequence[Product]
+    operands: Sequence[TailOperand], slots: _Slots, products: Sequence[ScaleProduct]
 ) -> list[TailOperand]:
     """The operands, which also write the products."""
     operands = list(operands)

@@ -17,9 +17,9 @@ from q2compile.runtime_kernels.cuda.checked_cases import (
     used,
 )
 from q2compile.runtime_kernels.cuda.quantize.grouped_check import Checked, Group
-from q2compile.runtime_kernels.cuda.quantize.grouped_launch import Product
+from q2compile.runtime_kernels.cuda.quantize.grouped_launch import ScaleProduct
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED, get_scheme
-from q2compile.runtime_kernels.ops.table import DEQUANTIZE, SPLIT_SCALES, Variant
+from q2compile.runtime_kernels.ops.table import DEQUANTIZE, SPLIT_SCALES, QuantizerVariant
 
 # x and w.
 _FORWARD = (
@@ -41,7 +41,7 @@ def groups_of_recipes(codes: bool) -> Iterator[Group]:
     scales; else dequantized operands."""
     for variant, scheme in _FORWARD:
         calls = [(variant, scheme + SWIZZLED * codes)] * 2
-        yield _group(calls, [Product(_ROW, (1, 2))] if codes else [])
+        yield _group(calls, [ScaleProduct(_ROW, (1, 2))] if codes else [])
     for scheme in () if codes else OF_FORMAT.values():
         yield Group(((DEQUANTIZE, scheme), (DEQUANTIZE, scheme)))
     form = SWIZZLED if codes else DEQUANTIZED
@@ -49,7 +49,7 @@ def groups_of_recipes(codes: bool) -> Iterator[Group]:
         for scheme, transform, variant in _BACKWARD:
             dy = used(BOTH._replace(dbias=dbias), transform), scheme + form
             other = used(variant, transform), scheme + form
-            products = [Product(_ROW, (1, 2)), Product(_COLUMN, (2, 2))] if codes else []
+            products = [ScaleProduct(_ROW, (1, 2)), ScaleProduct(_COLUMN, (2, 2))] if codes else []
             yield _group([dy, other, other], products)
         dy = used(COLUMNWISE._replace(dbias=dbias), "h32"), "mxfp4_rceil" + form
         yield _group([dy, dy], [])
@@ -62,14 +62,14 @@ def _of_nvfp4(codes: bool) -> Iterator[Group]:
     if not codes:
         yield Group(((COLUMNS_ROTATED, "nvfp4_pow2"), weight))
         return
-    yield Group((weight,), (Product((0, 1), 0),), 1)
+    yield Group((weight,), (ScaleProduct((0, 1), 0),), 1)
     for dbias in (False, True):
-        dy: Variant = COLUMNS_ROTATED._replace(dbias=dbias)
-        products = Product(_ROW, 0), Product(_COLUMN, 1)
+        dy: QuantizerVariant = COLUMNS_ROTATED._replace(dbias=dbias)
+        products = ScaleProduct(_ROW, 0), ScaleProduct(_COLUMN, 1)
         yield Group(((dy, "nvfp4_sr_pow2" + SWIZZLED),), products, 2)
 
 
-def _group(calls: Sequence[Checked], products: Sequence[Product]) -> Group:
+def _group(calls: Sequence[Checked], products: Sequence[ScaleProduct]) -> Group:
     """MXFP4 has no global scales to multiply."""
     is_nvfp4 = get_scheme(calls[0][1]).format == "nvfp4"
     return Group(tuple(calls), tuple(products) if is_nvfp4 else ())

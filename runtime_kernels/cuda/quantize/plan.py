@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from q2compile.runtime_kernels.cuda.calls import BufferSlot, LaunchPlan, Output, Step
+from q2compile.runtime_kernels.cuda.calls import BufferSlot, LaunchPlan, LaunchStep, Output
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, multiprocessors
 from q2compile.runtime_kernels.cuda.quantize.align_scales import (
     Address,
@@ -50,7 +50,11 @@ from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
     shared_memory,
     thread_shape,
 )
-from q2compile.runtime_kernels.cuda.quantize.rule import SCALED_AFTERWARDS, SCALED_AT_ONCE, Rule
+from q2compile.runtime_kernels.cuda.quantize.rule import (
+    SCALED_AFTERWARDS,
+    SCALED_AT_ONCE,
+    ScaleRule,
+)
 from q2compile.runtime_kernels.numerics.groups import padded_rows
 from q2compile.runtime_kernels.numerics.layout import ceil_div, padded, scales_shape
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, Scheme, get_scheme
@@ -128,7 +132,7 @@ def launches(
         dbias=dbias,
         rotates_rows=rotates_rows,
     )
-    if Rule.of(spec) != Rule.EXACT:
+    if ScaleRule.of(spec) != ScaleRule.EXACT:
         return rotate(), align_launch(spec, rotation.size == 128, dbias)
     assert not dbias, "there is no tail launch that could add up the sums"
     if amax_known:
@@ -153,7 +157,9 @@ def tail_launch(op: str, args: Sequence[Any]) -> Launch | None:
 
 def tail_launch_of_scheme(spec: Scheme, rotation: Transform) -> Launch | None:
     """The same by scheme and transform."""
-    return None if Rule.of(spec) == Rule.EXACT else align_launch(spec, rotation.size == 128)
+    return (
+        None if ScaleRule.of(spec) == ScaleRule.EXACT else align_launch(spec, rotation.size == 128)
+    )
 
 
 class _Operand(NamedTuple):
@@ -183,7 +189,7 @@ def _operand(slots: OperandSlots, rows: int, width: int, spec: Scheme) -> _Opera
             f"{spec.name}: the CUDA kernels take at most 2^{most.bit_length() - 1} elements. "
             "Quantize it in parts of fewer rows."
         )
-    raw_scales = rows * width // 16 if Rule.of(spec) in SCALED_AFTERWARDS else 0
+    raw_scales = rows * width // 16 if ScaleRule.of(spec) in SCALED_AFTERWARDS else 0
     return _Operand(slots, rows, width // 16, tuple(outputs), raw_scales)
 
 
@@ -221,7 +227,7 @@ def quantizer_plan(
     height = padded_rows(m, groups.total) if groups else padded(m, spec, rotation)
     wanted = operands[0] is not None, operands[1] is not None
     threads, blocks_per_multiprocessor = thread_shape(spec, wanted[0])
-    rule = Rule.of(spec)
+    rule = ScaleRule.of(spec)
     # Where rotate_quantize.cu writes swizzled scales, it writes all of their last tile.
     whole = TILE if spec.swizzled and rule in SCALED_AT_ONCE else threads // 2
     across = max(1, ceil_div(k, whole)) * (whole // (threads // 2))
@@ -253,11 +259,11 @@ def quantizer_plan(
         rotates_rows=rotates_rows,
     )
     batched = batched_launch(launched[0]) if tiles <= _FEW_TILES * parts else None
-    steps = [Step(launched[0], (parts, 1), (*x, *fields.outputs, *walk), batched)]
+    steps = [LaunchStep(launched[0], (parts, 1), (*x, *fields.outputs, *walk), batched)]
     tail = None
-    if rule != Rule.EXACT:
-        factor = {Rule.MS_EDEN: norm, Rule.MX: 1 / spec.shrink}.get(rule, 1.0)
-        source_global = x[2] if rule == Rule.MS_EDEN else 0
+    if rule != ScaleRule.EXACT:
+        factor = {ScaleRule.MS_EDEN: norm, ScaleRule.MX: 1 / spec.shrink}.get(rule, 1.0)
+        source_global = x[2] if rule == ScaleRule.MS_EDEN else 0
         tail = fields.alignment(align_launch(spec, rotation.size == 128), source_global, factor)
         if sums:
             most = max(tail.thread_blocks, thread_blocks_of_sums(k))
@@ -296,7 +302,7 @@ class _Fields:
         self,
         index: int,
         spec: Scheme,
-        rule: Rule,
+        rule: ScaleRule,
         parts: int,
         operands: Sequence[_Operand | None],
         workspace: BufferSlot,

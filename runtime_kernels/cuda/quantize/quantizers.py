@@ -18,12 +18,12 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from q2compile.runtime_kernels.cuda.calls import (
     BufferSlot,
     LaunchPlan,
-    Layout,
+    OperandLayout,
     aligned,
     launching,
     tensors_of,
 )
-from q2compile.runtime_kernels.cuda.checked_cases import Use, used
+from q2compile.runtime_kernels.cuda.checked_cases import CheckKey, used
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
 from q2compile.runtime_kernels.cuda.quantize.plan import (
     Dbias,
@@ -39,24 +39,29 @@ from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
     not_served,
     shared_memory,
 )
-from q2compile.runtime_kernels.cuda.quantize.rule import SCALED_AT_ONCE, Rule
+from q2compile.runtime_kernels.cuda.quantize.rule import SCALED_AT_ONCE, ScaleRule
 from q2compile.runtime_kernels.cuda.selfcheck import rejection
 from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED
 from q2compile.runtime_kernels.ops import quantize as quantize_op
 from q2compile.runtime_kernels.ops import requantize as requantize_op
-from q2compile.runtime_kernels.ops.table import QUANTIZE, REQUANTIZE, QuantizerCall, Variant
+from q2compile.runtime_kernels.ops.table import (
+    QUANTIZE,
+    REQUANTIZE,
+    QuantizerCall,
+    QuantizerVariant,
+)
 from q2compile.runtime_kernels.registry import CUDA
 
 
 def why_not(call: QuantizerCall) -> str | None:
     """None if the kernels serve such a call on some device; otherwise the reason in words."""
-    rule = Rule.of(call.scheme)
+    rule = ScaleRule.of(call.scheme)
     if call.recorded:
         return "statistics are computed beside the kernel of the same call without them"
     if call.by_scales and call.x.dtype != torch.bfloat16:
         return f"it rounds bf16 to given scales, not {call.x.dtype}"
-    if call.dbias is not None and rule == Rule.EXACT:
+    if call.dbias is not None and rule == ScaleRule.EXACT:
         return f"{call.scheme.name} has no tail kernel, which could add up the sums of tiles"
     if call.grouped and call.scheme.swizzled and rule in SCALED_AT_ONCE:
         return "rotate_quantize.cu leaves the last tile of swizzled scales to rows, not to groups"
@@ -86,7 +91,7 @@ def _unsupported(call: QuantizerCall) -> str | None:
     )
 
 
-def use_of(call: QuantizerCall) -> Variant | Use:
+def use_of(call: QuantizerCall) -> QuantizerVariant | CheckKey:
     """The variant that the self-check must cover. Rows count as unaligned only if that is known: a
     size may be a symbol."""
     x, known = call.x, statically_known_true
@@ -137,17 +142,17 @@ def _wants_rows(call: QuantizerCall) -> bool:
     return call.grouped or call.masked or call.dbias is not None or not call.rotates_rows
 
 
-def _layouts(*args: Any) -> dict[int, Layout]:
+def _layouts(*args: Any) -> dict[int, OperandLayout]:
     call = QuantizerCall.of(QUANTIZE, args)
-    layouts = {0: Layout.ROWS if _wants_rows(call) else Layout.ROWS_OR_COLUMNS}
+    layouts = {0: OperandLayout.ROWS if _wants_rows(call) else OperandLayout.ROWS_OR_COLUMNS}
     if call.grouped:
         layouts |= _layouts_of_ends(call)
     return layouts
 
 
-def _layouts_of_ends(call: QuantizerCall) -> dict[int, Layout]:
+def _layouts_of_ends(call: QuantizerCall) -> dict[int, OperandLayout]:
     names = list(call.args)
-    return dict.fromkeys(map(names.index, ("offs", "padded_offs")), Layout.CONTIGUOUS)
+    return dict.fromkeys(map(names.index, ("offs", "padded_offs")), OperandLayout.CONTIGUOUS)
 
 
 @launching(
@@ -158,7 +163,7 @@ def _layouts_of_ends(call: QuantizerCall) -> dict[int, Layout]:
 )
 def quantize(*args: Any) -> LaunchPlan:
     """See ops/quantize.py."""
-    call = quantize_op.checked(QuantizerCall.of(QUANTIZE, args))
+    call = quantize_op.checked_quantize(QuantizerCall.of(QUANTIZE, args))
     x, slots, inputs = call.x, _slots(call), len(tensors_of(args))
     rowwise, columnwise = _operands(call, slots, inputs)
     dbias = None
@@ -237,9 +242,12 @@ def _requantize_launches(*args: Any) -> Iterator[Launch]:
             )
 
 
-def _requantize_layouts(*args: Any) -> dict[int, Layout]:
+def _requantize_layouts(*args: Any) -> dict[int, OperandLayout]:
     call = QuantizerCall.of(REQUANTIZE, args)
-    layouts = {0: Layout.CONTIGUOUS, 1: Layout.ALIGNED if call.by_scales else Layout.CONTIGUOUS}
+    layouts = {
+        0: OperandLayout.CONTIGUOUS,
+        1: OperandLayout.ALIGNED if call.by_scales else OperandLayout.CONTIGUOUS,
+    }
     return layouts | (_layouts_of_ends(call) if call.grouped else {})
 
 
@@ -251,7 +259,7 @@ def _requantize_layouts(*args: Any) -> dict[int, Layout]:
 )
 def requantize(*args: Any) -> LaunchPlan:
     """See ops/requantize.py."""
-    call = requantize_op.checked(QuantizerCall.of(REQUANTIZE, args))
+    call = requantize_op.checked_requantize(QuantizerCall.of(REQUANTIZE, args))
     source, x = call.source_scheme, call.x
     assert source is not None
     slots, inputs = _slots(call), len(tensors_of(args))

@@ -11,7 +11,7 @@ from q2compile.runtime_kernels.cuda.jit.launch import Launch, launch
 from q2compile.runtime_kernels.cuda.jit.limits import SHARED_KIB
 from q2compile.runtime_kernels.cuda.quantize.prologue_expression import PrologueExpression
 from q2compile.runtime_kernels.cuda.quantize.prologue_source import FILE, cuda_source, layout
-from q2compile.runtime_kernels.cuda.quantize.rule import ROUNDINGS, SCALED_AT_ONCE, Rule
+from q2compile.runtime_kernels.cuda.quantize.rule import ROUNDINGS, SCALED_AT_ONCE, ScaleRule
 from q2compile.runtime_kernels.numerics.groups import spreads
 from q2compile.runtime_kernels.numerics.schemes import E2M1_MAX, SWIZZLED, Scheme, get_scheme
 from q2compile.runtime_kernels.numerics.transforms import Transform, get_transform
@@ -54,7 +54,11 @@ def not_served(
         return f"dequantized.cuh writes no trust mask, which {scheme} has"
     if not rotates_rows and (spec.rounding == "ms_eden" or get_transform(transform).size == TILE):
         return f"rotate_quantize.cu rotates rows, too, with scheme {scheme} and {transform}"
-    if spec.dequantized and Rule.of(spec) == Rule.MS_EDEN and not _finalizes(scheme, transform):
+    if (
+        spec.dequantized
+        and ScaleRule.of(spec) == ScaleRule.MS_EDEN
+        and not _finalizes(scheme, transform)
+    ):
         return "dequantized.cuh rounds scales of chunks of 128 only under a power of two"
     if spec.selects and spec.rounding != "rtn":
         return f"rotate_quantize.cu rounds 4/6 to nearest only, scheme {scheme} draws random bits"
@@ -113,12 +117,12 @@ def rotate_launch(
     overlaps: it follows AMAX on the same x, so it may start early. After another kernel it may not:
         that one might still be writing x.
     """
-    rule = Rule.AMAX if amax else Rule.of(spec)
-    rounds = rule not in (Rule.MS_EDEN, Rule.AMAX)
+    rule = ScaleRule.AMAX if amax else ScaleRule.of(spec)
+    rounds = rule not in (ScaleRule.MS_EDEN, ScaleRule.AMAX)
     stochastic = rounds and spec.rounding == "sr"
     # Whether a block's largest magnitude can land above the largest code, and must be clipped.
-    clips = rule == Rule.EXACT or (rule == Rule.POW2 and stochastic)
-    clips = clips or (rule == Rule.MX and spec.shrink == 1.0 and not spec.rceil)
+    clips = rule == ScaleRule.EXACT or (rule == ScaleRule.POW2 and stochastic)
+    clips = clips or (rule == ScaleRule.MX and spec.shrink == 1.0 and not spec.rceil)
     clips = clips or any(step < 0 for step in spec.steps)
     dequantized = spec.dequantized and not amax
     threads, blocks_per_multiprocessor = thread_shape(spec, rowwise)
@@ -153,7 +157,7 @@ def rotate_launch(
         Q2_CLIPS=int(clips),
         Q2_HEADROOM=int(rounds and spec.vmax != E2M1_MAX),
         Q2_RCEIL=int(rounds and spec.rceil),
-        Q2_SHRINKS=int(rule == Rule.MX and spec.shrink != 1.0),
+        Q2_SHRINKS=int(rule == ScaleRule.MX and spec.shrink != 1.0),
         Q2_SELECTS=int(rounds and spec.selects),
         Q2_STEPS=_packed(spec.steps) if rounds else 0,
         Q2_SWIZZLED=int(spec.swizzled and rule in SCALED_AT_ONCE),
@@ -208,9 +212,9 @@ def batched_launch(one: Launch) -> Launch | None:
         return None
     defines = {name: value for name, value in one.variant.defines if name != "Q2_PARAMS_BYTES"}
     rule, rows = defines["Q2_RULE"], defines["Q2_ROWS"]
-    spills = defines["Q2_COLS"] and (rule == Rule.MX or defines["Q2_SUMS"])
+    spills = defines["Q2_COLS"] and (rule == ScaleRule.MX or defines["Q2_SUMS"])
     spills = spills or (defines["Q2_STOCHASTIC"] and defines["Q2_DEQUANTIZED"])
-    if rule in (Rule.EXACT, Rule.AMAX) or (rows and spills):
+    if rule in (ScaleRule.EXACT, ScaleRule.AMAX) or (rows and spills):
         return None
     defines["Q2_BATCH"] = MOST_OPERANDS
     return launch(_FILE, MOST_OPERANDS * one.layout, one.threads, one.shared, defines=defines)

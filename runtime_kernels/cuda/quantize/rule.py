@@ -8,7 +8,7 @@ from q2compile.runtime_kernels.numerics.schemes import Scheme
 ROUNDINGS = ("rtn", "sr", "ms_eden", "quest")  # of schemes that it implements
 
 
-class Rule(IntEnum):
+class ScaleRule(IntEnum):
     """Q2_RULE of rotate_quantize.cu."""
 
     MS_EDEN = 0
@@ -18,13 +18,13 @@ class Rule(IntEnum):
     AMAX = 4
 
     @staticmethod
-    def of(spec: Scheme) -> "Rule":
+    def of(spec: Scheme) -> "ScaleRule":
         if spec.rounding == "ms_eden":
-            return Rule.MS_EDEN
+            return ScaleRule.MS_EDEN
         if spec.format == "mxfp4":
-            return Rule.MX
-        return Rule.EXACT if spec.global_scale == "exact" else Rule.POW2
+            return ScaleRule.MX
+        return ScaleRule.EXACT if spec.global_scale == "exact" else ScaleRule.POW2
 
 
-SCALED_AFTERWARDS = (Rule.MS_EDEN, Rule.POW2)  # whose scales align_scales.cu makes
-SCALED_AT_ONCE = (Rule.EXACT, Rule.MX)  # whose scales rotate_quantize.cu makes
+SCALED_AFTERWARDS = (ScaleRule.MS_EDEN, ScaleRule.POW2)  # whose scales align_scales.cu makes
+SCALED_AT_ONCE = (ScaleRule.EXACT, ScaleRule.MX)  # whose scales rotate_quantize.cu makes

@@ -9,9 +9,9 @@ import torch
 from q2compile.runtime_kernels.cuda.calls import (
     BufferSlot,
     LaunchPlan,
-    Layout,
+    LaunchStep,
+    OperandLayout,
     Output,
-    Step,
     launching,
 )
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, launch, multiprocessors
@@ -24,7 +24,7 @@ from q2compile.runtime_kernels.cuda.quantize.align_scales import (
 from q2compile.runtime_kernels.cuda.selfcheck import rejection
 from q2compile.runtime_kernels.numerics.layout import ceil_div, scales_shape
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
-from q2compile.runtime_kernels.ops.split_scales import checked
+from q2compile.runtime_kernels.ops.split_scales import checked_split_scales
 from q2compile.runtime_kernels.registry import CUDA
 
 _THREADS = 256
@@ -45,11 +45,11 @@ def partial_max_launch() -> Launch:
         partial_max_launch(),
         align_launch(get_scheme(scheme), interleaved=False),
     ],
-    layouts={0: Layout.CONTIGUOUS},
+    layouts={0: OperandLayout.CONTIGUOUS},
 )
 def split_scales(raw_scale: torch.Tensor, scheme: str) -> LaunchPlan:
     """See ops/split_scales.py."""
-    spec = checked(raw_scale, scheme)
+    spec = checked_split_scales(raw_scale, scheme)
     rows, blocks = raw_scale.shape
     count = rows * blocks
     most = 8 * multiprocessors(raw_scale.device.index)
@@ -66,5 +66,5 @@ def split_scales(raw_scale: torch.Tensor, scheme: str) -> LaunchPlan:
     tail = Alignment(
         align_launch(spec, interleaved=False), (operand,), thread_blocks_of(spec, (rows, blocks))
     )
-    first = Step(partial_max_launch(), (parts, 1), (raw_scales, largest, count))
+    first = LaunchStep(partial_max_launch(), (parts, 1), (raw_scales, largest, count))
     return LaunchPlan(1, outputs, 4 * parts, (first, tail.step), tail)

@@ -20,12 +20,12 @@ from q2compile.recipes.resolve import resolve
 from q2compile.runtime_kernels import kernel_states
 from q2compile.runtime_kernels.cpu import build
 from q2compile.runtime_kernels.cuda import checked_cases, checks, selfcheck
-from q2compile.runtime_kernels.cuda.checked_cases import Use
+from q2compile.runtime_kernels.cuda.checked_cases import CheckKey
 from q2compile.runtime_kernels.cuda.jit import launch, nvrtc
 from q2compile.runtime_kernels.cuda.quantize import fused, quantizers
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.ops.requantize import rounds_by_scales
-from q2compile.runtime_kernels.ops.table import Variant
+from q2compile.runtime_kernels.ops.table import QuantizerVariant
 from q2compile.runtime_kernels.registry import CPP, CUDA
 from tests.support.emulation.inductor import INDUCTOR_OPTIONS, emulate, serve_as_on
 
@@ -43,7 +43,7 @@ def asked(monkeypatch, recipe: str, capability: int) -> set[tuple[str, str]]:
 
     def rejection(op, name, index, scheme, what=None):
         if name == CUDA and not get_scheme(scheme).is_tensorwise:
-            found.add((what if isinstance(what, Variant | Use) else op, scheme))
+            found.add((what if isinstance(what, QuantizerVariant | CheckKey) else op, scheme))
 
     for name, module in list(sys.modules.items()):
         theirs = name.startswith("q2compile.runtime_kernels.cuda.") and "fused" not in name

@@ -36,8 +36,8 @@ def dequantized(x, scheme="nvfp4_46_pow2"):
     )
 
 
-def gradients(x, w, dy, recipe=QUARTET2, bias=None, salt=0):
-    y = q2.linear(x, w, bias, *recipe, salt)
+def gradients(x, w, dy, recipe=QUARTET2, bias=None, seed_index=0):
+    y = q2.linear(x, w, bias, *recipe, seed_index)
     inputs = [t for t in (x, w, bias) if t is not None and t.requires_grad]
     return y, torch.autograd.grad(y, inputs, dy)
 

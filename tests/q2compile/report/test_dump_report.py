@@ -12,7 +12,7 @@ from expecttest import TestCase
 from torch import nn
 
 import q2compile
-from q2compile.report.report import Report, table
+from q2compile.report.report import RunReport, table
 from q2compile.report.row import Row
 from q2compile.tools import cli
 from tests.support.new_process import forget_dump_folders
@@ -279,5 +279,5 @@ def test_a_row_is_a_line_whatever_its_module_is_called():
 
 
 def test_an_empty_report_prints():
-    assert "0 of 0 matmuls" in str(Report())
-    assert Report().to_json() == []
+    assert "0 of 0 matmuls" in str(RunReport())
+    assert RunReport().to_json() == []

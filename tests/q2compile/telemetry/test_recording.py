@@ -16,7 +16,7 @@ from q2compile.recipes.published import RECIPES
 from q2compile.runtime_kernels.numerics import constants
 from q2compile.telemetry import clock
 from q2compile.telemetry import folder as folders
-from q2compile.telemetry.into_graph import Layout
+from q2compile.telemetry.into_graph import NoteLayout
 from tests.q2compile.telemetry.training import (
     LINEARS,
     PROGRAM,
@@ -125,7 +125,7 @@ def test_numbers_are_those_of_quantize(tmp_path):
 
 def test_every(tmp_path):
     """The recorder creates device constants before, since no op keeps any."""
-    constants.forget()
+    constants.forget_constants()
     model = new_model(blocks=1)
     train(model, compiled(model, tmp_path, every=3), steps=8)
     assert sorted({r["step"] for r in records(tmp_path)}) == [0, 3, 6]
@@ -336,9 +336,11 @@ def test_under_another_default_dtype(dtype, tmp_path):
 
 def test_a_layout_can_stand_in_a_string_of_cpp():
     """Inductor's C++ wrapper writes an argument that is a string into the source as it is."""
-    layout = Layout([(3, "fprop", "x")], [((3, "fprop", "x"), 0), ((-1, "wgrad", "dy"), 1)], [3])
+    layout = NoteLayout(
+        [(3, "fprop", "x")], [((3, "fprop", "x"), 0), ((-1, "wgrad", "dy"), 1)], [3]
+    )
     assert not set(layout.text()) & set('"\\\n')
-    assert Layout.parse(layout.text()) == layout
+    assert NoteLayout.parse(layout.text()) == layout
 
 
 def test_files(tmp_path):
@@ -353,7 +355,7 @@ def test_files(tmp_path):
     assert table[0]["changed"] == ""
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["step"] == 1 and summary["ranks"] == 1 and len(summary["worst"]) == 10
-    folders.forget()
+    folders.forget_folders()
     torch._dynamo.reset()
     train(model, compiled(model, tmp_path, csv=True), steps=1)
     assert len(records(tmp_path)) > len(found)

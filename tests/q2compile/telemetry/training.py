@@ -144,5 +144,5 @@ def forget_all() -> None:
     """The state of a new process: step 0, no folder in use."""
     from q2compile.telemetry import folder
 
-    folder.forget()
+    folder.forget_folders()
     restart_clock()

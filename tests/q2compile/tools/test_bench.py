@@ -23,7 +23,7 @@ from q2compile.tools.bench.bench import ON_CPU, Bench
 from q2compile.tools.bench.cases import CASES, OTHERS, calls_of_quantizers, step_of
 from q2compile.tools.bench.llama_block import Block, LlamaBlock
 from q2compile.tools.bench.measurements import BUSY, GROUPS
-from q2compile.tools.bench.report import FAULT, MEASURED, UNSUPPORTED, Row, Times, read, text
+from q2compile.tools.bench.report import FAULT, MEASURED, UNSUPPORTED, BenchRow, Times, read, text
 
 CPU = torch.device("cpu")
 
@@ -126,7 +126,7 @@ def test_a_group_that_fails_is_a_row_and_a_status(
     tmp_path, capsys, monkeypatch, in_process
 ) -> None:
     def fails(bench):
-        yield Row("linear", "first", (1,), microseconds=1.0)
+        yield BenchRow("linear", "first", (1,), microseconds=1.0)
         raise RuntimeError("no\nkernel image")
 
     monkeypatch.setitem(GROUPS, "linear", fails)
@@ -254,7 +254,7 @@ def test_the_fastest_are_said(gpu) -> None:
 
 
 def test_lines_say_times_in_words() -> None:
-    row = partial(Row, "products", "nvfp4 triton_fp4", (512, 4096, 4096))
+    row = partial(BenchRow, "products", "nvfp4 triton_fp4", (512, 4096, 4096))
 
     def words(**parts) -> list[str]:
         return text(row(**parts).as_line()).split("; ")

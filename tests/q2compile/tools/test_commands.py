@@ -196,7 +196,7 @@ def test_recipes_lists_every_name(capsys):
 
 def test_clear_cache_deletes_what_q2compile_wrote_there(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("Q2COMPILE_CACHE_DIR", str(tmp_path))
-    variant = nvrtc.Variant("signs.cu", ())
+    variant = nvrtc.KernelVariant("signs.cu", ())
     monkeypatch.setattr(nvrtc, "version", lambda: (13, 0))
     own = [nvrtc._cache_path(variant, "sm_90a"), tmp_path / f"gemm-{24 * '0'}.json"]
     monkeypatch.setattr(check_results, "named", lambda device: ("a GPU", 9, 0))

@@ -69,10 +69,12 @@ def test_doctor_lists_what_fails_and_goes_on(candidate, capsys):
     ],
 )
 def test_doctor_begins_with_the_result(monkeypatch, capsys, states, first, lines):
-    rows = [kernel_rows.Row("gemm", f"k{i}", "gemm", "nvfp4", s) for i, s in enumerate(states)]
+    rows = [
+        kernel_rows.KernelRow("gemm", f"k{i}", "gemm", "nvfp4", s) for i, s in enumerate(states)
+    ]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(doctor, "device_rows", lambda device: rows)
-    monkeypatch.setattr(doctor, "checked", lambda rows, check, announce: rows)
+    monkeypatch.setattr(doctor, "checked_rows", lambda rows, check, announce: rows)
     for more, count in ([], lines), (["--verbose"], len(states)):
         assert cli.main(["doctor", *more]) == ("rejected" in states)
         printed = capsys.readouterr().out
@@ -98,7 +100,9 @@ def test_doctor_without_checks_runs_none(gpu, monkeypatch, capsys):
 @pytest.mark.parametrize("state", ["passed", "rejected"])
 def test_doctor_prints_json(gpu, monkeypatch, capsys, state):
     """A faulty line sets the exit status."""
-    row = kernel_rows.Row("gemm", "good", "gemm", "nvfp4", state, "why" * (state == "rejected"), 7)
+    row = kernel_rows.KernelRow(
+        "gemm", "good", "gemm", "nvfp4", state, "why" * (state == "rejected"), 7
+    )
     gpu((12, 0))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

@@ -17,7 +17,7 @@ from q2compile.tools import doctor
 from q2compile.tools.bench import checks as bench_checks
 from q2compile.tools.bench.bench import ON_CPU, Bench
 from q2compile.tools.bench.report import Log
-from q2compile.tools.kernel_rows import Row, group_rows
+from q2compile.tools.kernel_rows import KernelRow, group_rows
 from tests.support.faulty_checks import request
 
 ON_GPU = torch.device("cuda", 0)
@@ -105,10 +105,12 @@ def test_a_check_that_traps_does_not_hide_those_after_it(monkeypatch, tmp_path) 
     monkeypatch.setenv("Q2COMPILE_CACHE_DIR", str(tmp_path / "cache"))
     (tmp_path / "ran").mkdir()
 
-    def row(how: str) -> Row:
+    def row(how: str) -> KernelRow:
         asked = request(how, tmp_path / "ran", name=how)
         asks = [partial(checks.rejection, asked)]
-        return Row("gemm", how, "gemm", "nvfp4", asks=asks, begins=[partial(checks.begin, asked)])
+        return KernelRow(
+            "gemm", how, "gemm", "nvfp4", asks=asks, begins=[partial(checks.begin, asked)]
+        )
 
     ends = ("right", "trap", "raises", "wrong", "right too")
     monkeypatch.setattr(bench_checks, "device_rows", lambda device: map(row, ends))

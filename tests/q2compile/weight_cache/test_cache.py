@@ -14,9 +14,9 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import q2compile
 from q2compile.torch_internals import optimizer_steps
-from q2compile.weight_cache.cache import Form, _made, parts_of
+from q2compile.weight_cache.cache import CodesLayout, _made, parts_of
 
-FORM = Form("nvfp4_46_pow2", torch.float32, False)
+FORM = CodesLayout("nvfp4_46_pow2", torch.float32, False)
 
 
 @pytest.fixture(autouse=True)

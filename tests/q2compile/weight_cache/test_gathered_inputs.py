@@ -11,10 +11,10 @@ from torch import fx, nn
 
 from q2compile.compiler import compile_graph as module
 from q2compile.config import Config
-from q2compile.weight_cache.gathered_inputs import Gathered
+from q2compile.weight_cache.gathered_inputs import GatheredInputs
 
 
-class _Gathered(Gathered):
+class _Gathered(GatheredInputs):
     """One weight, which the graph does not name."""
 
     def __init__(self, why: str) -> None:

@@ -12,8 +12,8 @@ from torch import Tensor
 import q2compile.linear.dense  # noqa: F401  registers the ops
 from q2compile.runtime_kernels.numerics.schemes import SCHEMES
 from q2compile.weight_cache import shard_codes
-from q2compile.weight_cache.cache import Form
-from q2compile.weight_cache.shard_codes import Layout
+from q2compile.weight_cache.cache import CodesLayout
+from q2compile.weight_cache.shard_codes import ShardLayout
 from tests.support.pairwise import pairwise
 
 # All that quantize a weight in the forward: deterministic, and any global scale.
@@ -38,9 +38,9 @@ def gathered_codes(
     more = list(w.shape)
     more[dim] = ranks * size - w.shape[dim]
     cut = torch.cat([w, w.new_zeros(more)], dim).split(size, dim)
-    layout = Layout.of(w.shape, cut[0].shape, dim, transposed)
+    layout = ShardLayout.of(w.shape, cut[0].shape, dim, transposed)
     assert not shard_codes.why_not(operand, {dtype}, layout)
-    form, rows = Form(operand, dtype, transposed), layout.rows
+    form, rows = CodesLayout(operand, dtype, transposed), layout.rows
     shards = [shard_codes.with_rows(form.matrix(s), operand) for s in cut]
     first = [whole_codes(s, operand, dtype) for s in shards]
     if scheme.global_scale != "none":
@@ -67,7 +67,7 @@ def gathered_codes(
 def assert_same(
     w: Tensor, operand: str, dtype: torch.dtype, ranks: int, dim: int = 0, transposed: bool = False
 ) -> None:
-    expected = whole_codes(Form(operand, dtype, transposed).matrix(w), operand, dtype)
+    expected = whole_codes(CodesLayout(operand, dtype, transposed).matrix(w), operand, dtype)
     found = gathered_codes(w, operand, dtype, ranks, dim, transposed)
     assert len(found) == len(expected)
     for name, one, other in zip(("codes", "scales", "g", "mask"), found, expected, strict=False):
@@ -184,7 +184,7 @@ def test_a_weight_beyond_the_range_has_no_global_scale() -> None:
 
 
 def test_columns_in_half_blocks_are_gathered_as_values() -> None:
-    layout = Layout.of((1024, 16), (34, 16), 0, transposed=True)
+    layout = ShardLayout.of((1024, 16), (34, 16), 0, transposed=True)
     why = shard_codes.why_not("nvfp4_pow2", {torch.float32}, layout)
     assert why == "a rank has 34 of its 1024 columns, and a block spans 16"
 
@@ -201,6 +201,6 @@ def test_columns_in_half_blocks_are_gathered_as_values() -> None:
     ],
 )
 def test_what_is_gathered_as_values(operand, dtypes, rows, why) -> None:
-    layout = Layout.of((2 * rows, 64), (rows, 64), 0)
+    layout = ShardLayout.of((2 * rows, 64), (rows, 64), 0)
     found = shard_codes.why_not(operand, dtypes, layout)
     assert (why in found) if why else not found

@@ -13,7 +13,7 @@ from torch import nn
 import q2compile
 from q2compile.torch_internals import optimizer_steps
 from q2compile.weight_cache import graph_inputs
-from q2compile.weight_cache.cache import Form, parts_of
+from q2compile.weight_cache.cache import CodesLayout, parts_of
 from tests.q2compile.weight_cache.test_cache import FORM, Counting
 from tests.support.small_model import Mlp, quantized
 
@@ -313,7 +313,7 @@ def test_threads_go_on_while_codes_are_compiled(monkeypatch):
     if it is traced outside a compilation. Here the other thread runs during the trace."""
     x = torch.randn(32, 64)
     others = quantized(Mlp(), inner="eager")
-    expected, met, plain = others(x), [], Form.graph
+    expected, met, plain = others(x), [], CodesLayout.graph
 
     def meet():
         def call():
@@ -333,7 +333,7 @@ def test_threads_go_on_while_codes_are_compiled(monkeypatch):
         gm.recompile()
         return gm
 
-    monkeypatch.setattr(Form, "graph", meeting)
+    monkeypatch.setattr(CodesLayout, "graph", meeting)
     quantized(Mlp(), inner="eager", cache_weights=True)(x)
     assert met and set(met) == {True}, met
 

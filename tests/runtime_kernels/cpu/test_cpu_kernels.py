@@ -293,7 +293,7 @@ def test_serves_all_that_is_not_listed() -> None:
 @pytest.fixture
 def fresh() -> Iterator[None]:
     """Nothing is built or checked, before the test and after it."""
-    selfcheck.forget()
+    selfcheck.forget_cpu_checks()
     made = build.begin, build.why_missing, ctypes_of.entry
     for cached in made:
         cached.cache_clear()

@@ -17,9 +17,9 @@ from q2compile.runtime_kernels.cuda.calls import (
     BufferSlot,
     Launching,
     LaunchPlan,
-    Layout,
+    LaunchStep,
+    OperandLayout,
     Output,
-    Step,
 )
 from q2compile.runtime_kernels.cuda.jit import launch
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
@@ -57,8 +57,8 @@ def launched(monkeypatch) -> list[tuple[int, ...]]:
     return seen
 
 
-def step(*values) -> Step:
-    return Step(Launch(None, "", 32), (1, 1), values)  # type: ignore[arg-type]
+def step(*values) -> LaunchStep:
+    return LaunchStep(Launch(None, "", 32), (1, 1), values)  # type: ignore[arg-type]
 
 
 def test_an_output_that_nobody_wants_lies_in_the_workspace(launched) -> None:
@@ -129,7 +129,9 @@ def test_operands_are_brought_into_form(launched) -> None:
         seen.append(args)
         return LaunchPlan(2, (), 0, ())
 
-    kernel = Launching(call, lambda *args: (), {0: Layout.ROWS_OR_COLUMNS, 1: Layout.ALIGNED})
+    kernel = Launching(
+        call, lambda *args: (), {0: OperandLayout.ROWS_OR_COLUMNS, 1: OperandLayout.ALIGNED}
+    )
     across, odd = torch.empty(8, 8).t(), torch.empty(65)[1:]
     for x in (across, torch.empty(8, 8, 2)[..., 0]):
         kernel(x, odd)

@@ -16,7 +16,7 @@ from q2compile.runtime_kernels.cuda import calls, checked_cases, selfcheck
 from q2compile.runtime_kernels.cuda.jit import launch, limits, nvrtc
 from q2compile.runtime_kernels.cuda.quantize import plan, quantizers
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SCHEMES, SWIZZLED, get_scheme
-from q2compile.runtime_kernels.ops.table import QuantizerCall, Variant, rowwise_call
+from q2compile.runtime_kernels.ops.table import QuantizerCall, QuantizerVariant, rowwise_call
 from q2compile.runtime_kernels.registry import REFERENCE, select
 from q2compile.tools import cli, kernel_rows
 from tests.support import quantizer_calls as made
@@ -356,8 +356,8 @@ OPS = {
 }
 
 
-def disagreement(of: str | Variant, scheme: str) -> str | None:
-    variant = (of,) if isinstance(of, Variant) else ()
+def disagreement(of: str | QuantizerVariant, scheme: str) -> str | None:
+    variant = (of,) if isinstance(of, QuantizerVariant) else ()
     device = torch.device("cuda", 0)
     return selfcheck.disagreement(checked_cases.op_of(of), OPS[of], device, scheme, *variant)
 
@@ -414,7 +414,7 @@ def as_on_12_0(monkeypatch) -> None:
     [
         (of, scheme)
         for of in OPS
-        if isinstance(of, Variant) and not (of.grouped or of.dbias or of.by_scales)
+        if isinstance(of, QuantizerVariant) and not (of.grouped or of.dbias or of.by_scales)
         for scheme in checked_cases.CHECKED[of]
     ],
     ids=str,

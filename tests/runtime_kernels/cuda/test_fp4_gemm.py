@@ -21,7 +21,7 @@ from q2compile.runtime_kernels.cuda.gemm import (
     swizzle,
     triton_fp4,
 )
-from q2compile.runtime_kernels.cuda.gemm.cublaslt import Product
+from q2compile.runtime_kernels.cuda.gemm.cublaslt import GemmKind
 from q2compile.runtime_kernels.cuda.jit.launch import LaunchError
 from q2compile.runtime_kernels.numerics.scaled_codes import scaled_codes
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED, get_scheme
@@ -51,10 +51,10 @@ class Calls(TorchDispatchMode):
 
 
 @pytest.fixture
-def products(monkeypatch) -> list[Product]:
+def products(monkeypatch) -> list[GemmKind]:
     """cuBLASLt's part, done by torch: fp32 sums, times alpha, plus the bias, rounded once. Returns
     the list of products that were requested."""
-    asked: list[Product] = []
+    asked: list[GemmKind] = []
 
     def operand(codes, scales, rows, k):
         assert codes.shape == (rows, k // 2) and codes.is_contiguous()
@@ -255,7 +255,7 @@ def test_what_cublaslt_is_told(library):
     a, b, alpha, bias = (torch.zeros(16) for _ in range(4))
     scales = torch.zeros(16), torch.zeros(16)
     out = torch.zeros(16)
-    product = Product(0, 130, 208, 288, BF16, BF16)
+    product = GemmKind(0, 130, 208, 288, BF16, BF16)
     for _ in range(2):
         cublaslt.run(product, (a, scales[0]), (b, scales[1]), alpha, bias, out)
     assert told.look_ups == 1, "once for each kind of product"
@@ -284,13 +284,13 @@ def test_what_cublaslt_is_told(library):
 def test_no_algorithm_is_an_error_that_has_another_kernel_serve(library, settings):
     library(**settings)
     with pytest.raises(LaunchError, match="no algorithm|NOT_SUPPORTED"):
-        cublaslt.run(Product(0, 8, 16, 32, BF16, None), (None,) * 2, (None,) * 2, None, None, None)
+        cublaslt.run(GemmKind(0, 8, 16, 32, BF16, None), (None,) * 2, (None,) * 2, None, None, None)
 
 
 def test_the_algorithm_that_is_asked_for_is_taken_where_it_is_listed(library):
     """Its attributes identify it: another product may list it elsewhere, or not at all."""
     told = library(found=3)
-    product = Product(0, 130, 208, 288, BF16, None)
+    product = GemmKind(0, 130, 208, 288, BF16, None)
     first, second, third = (cublaslt.Algorithm(*[place] * 8, -1) for place in range(3))
     for wanted, taken in ((None, first), (third, third), (list(second), second), ((9,) * 9, first)):
         assert cublaslt.plan(product, wanted).algorithm == taken
@@ -319,7 +319,7 @@ def test_cublaslt_multiplies_fp8(dtype, bias):
         a, b = (torch.randn(r, k, device="cuda").to(torch.float8_e4m3fn) for r in (m, n))
         scale = torch.tensor(0.5, device="cuda"), torch.tensor(4.0, device="cuda")
         added = None if bias is None else torch.randn(n, device="cuda").to(bias)
-        product = Product(0, m, n, k, dtype, bias, cublaslt.E4M3, cublaslt.SCALES_ARE_ONE_FP32)
+        product = GemmKind(0, m, n, k, dtype, bias, cublaslt.E4M3, cublaslt.SCALES_ARE_ONE_FP32)
         sums = 2 * a.double() @ b.double().t()
         found = []
         for value in (1.0, 2.0**-9, 0.3):
@@ -340,7 +340,7 @@ def test_cublaslt_multiplies_fp8(dtype, bias):
 
 @pytest.mark.gpu
 def test_cublaslt_in_a_cuda_graph():
-    product = Product(0, 64, 64, 64, BF16, None, cublaslt.E4M3, cublaslt.SCALES_ARE_ONE_FP32)
+    product = GemmKind(0, 64, 64, 64, BF16, None, cublaslt.E4M3, cublaslt.SCALES_ARE_ONE_FP32)
     a, b = (torch.ones(64, 64, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
     one, out = torch.ones((), device="cuda"), torch.zeros(64, 64, device="cuda", dtype=BF16)
     cublaslt.ready(product)

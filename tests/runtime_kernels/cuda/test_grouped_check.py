@@ -19,7 +19,7 @@ from q2compile.runtime_kernels.cuda.calls import MOST_OPERANDS
 from q2compile.runtime_kernels.cuda.checked_cases import BOTH, REQUANTIZED, ROWWISE
 from q2compile.runtime_kernels.cuda.quantize import align_scales, grouped_check
 from q2compile.runtime_kernels.cuda.quantize.grouped_check import Group
-from q2compile.runtime_kernels.cuda.quantize.grouped_launch import Product
+from q2compile.runtime_kernels.cuda.quantize.grouped_launch import ScaleProduct
 from q2compile.runtime_kernels.cuda.quantize.groups_of_recipes import groups_of_recipes
 from q2compile.runtime_kernels.registry import KernelWarning
 from tests.support import emulation
@@ -34,8 +34,10 @@ pytestmark = [
 ]
 CPU = torch.device("cpu")
 EDEN, RTN = "nvfp4_ms_eden_pow2", "nvfp4_46_pow2"
-BATCHED = Group(((ROWWISE, RTN), (ROWWISE, RTN)), (Product((0, 2), (1, 2)),))
-TAIL = Group(((BOTH, EDEN), (REQUANTIZED, EDEN)), (Product((0, 2), (1, 2)), Product((0, 5), 0)), 1)
+BATCHED = Group(((ROWWISE, RTN), (ROWWISE, RTN)), (ScaleProduct((0, 2), (1, 2)),))
+TAIL = Group(
+    ((BOTH, EDEN), (REQUANTIZED, EDEN)), (ScaleProduct((0, 2), (1, 2)), ScaleProduct((0, 5), 0)), 1
+)
 DEQUANTIZED = Group((("dequantize", RTN), ("dequantize", RTN)))
 
 

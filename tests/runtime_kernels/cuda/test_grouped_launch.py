@@ -15,7 +15,7 @@ from q2compile.runtime_kernels.cuda.call_site import CallSite, GroupedCallSite
 from q2compile.runtime_kernels.cuda.calls import MOST_OPERANDS, BoundCall, tensors_of
 from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.runtime_kernels.cuda.quantize import grouped_launch, quantizers
-from q2compile.runtime_kernels.cuda.quantize.grouped_launch import Product, grouped_plan
+from q2compile.runtime_kernels.cuda.quantize.grouped_launch import ScaleProduct, grouped_plan
 from q2compile.runtime_kernels.cuda.quantize.plan import tail_launch
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import batched_launch
 from q2compile.runtime_kernels.cuda.quantize.split_scales import split_scales
@@ -245,7 +245,7 @@ def test_products_of_global_scales(scheme, emulated) -> None:
     operand."""
     members = [both(scheme), again(scheme)]
     other = torch.tensor(0.3)
-    products = [Product((0, 2), (1, 2)), Product((0, 5), 0)]
+    products = [ScaleProduct((0, 2), (1, 2)), ScaleProduct((0, 5), 0)]
     *outputs, first, second = run(members, products, [other])
     assert_same_bits(outputs, apart(members))
     assert first == outputs[2] * outputs[8] and second == outputs[5] * other
@@ -255,7 +255,7 @@ def test_products_of_global_scales(scheme, emulated) -> None:
 def test_poison_reaches_the_products(value, emulated) -> None:
     op, args = again(EDEN)
     args[2].fill_(value)
-    *_, product = run([both(EDEN), (op, args)], [Product((0, 2), (1, 2))])
+    *_, product = run([both(EDEN), (op, args)], [ScaleProduct((0, 2), (1, 2))])
     assert product.isnan()
 
 

@@ -24,7 +24,7 @@ def test_errors_name_the_file_and_carry_the_log(tmp_path, monkeypatch) -> None:
     nvrtc.common_headers.cache_clear()
     try:
         with pytest.raises(nvrtc.CompileError, match=r'broken\.cu\(2\): error: .*"missing"'):
-            nvrtc.cubin(nvrtc.Variant("broken.cu", ()), "sm_90a")
+            nvrtc.cubin(nvrtc.KernelVariant("broken.cu", ()), "sm_90a")
     finally:
         nvrtc.common_headers.cache_clear()
 
@@ -49,9 +49,9 @@ def test_a_good_cubin_is_not_compiled_again(tmp_path, monkeypatch) -> None:
 
 
 def test_what_keys_a_cubin(monkeypatch) -> None:
-    variant = nvrtc.Variant("align_scales.cu", (("Q2_POW2", 1),))
+    variant = nvrtc.KernelVariant("align_scales.cu", (("Q2_POW2", 1),))
     path = nvrtc._cache_path(variant, "sm_100a")
-    other = nvrtc.Variant("align_scales.cu", (("Q2_POW2", 0),))
+    other = nvrtc.KernelVariant("align_scales.cu", (("Q2_POW2", 0),))
     assert nvrtc._cache_path(other, "sm_100a") != path
     assert nvrtc._cache_path(variant, "sm_103a") != path
     monkeypatch.setattr(nvrtc, "version", lambda: (99, 0))
@@ -82,4 +82,4 @@ def test_a_wrong_layout_does_not_compile() -> None:
     good = align_launch(get_scheme("nvfp4_ms_eden_pow2"), True).variant
     defines = {**dict(good.defines), "Q2_PARAMS_BYTES": params_bytes("PPP")}
     with pytest.raises(nvrtc.CompileError, match="Params differs from its layout"):
-        nvrtc.compile_variant(nvrtc.Variant(good.file, tuple(defines.items())), "sm_90a")
+        nvrtc.compile_variant(nvrtc.KernelVariant(good.file, tuple(defines.items())), "sm_90a")

@@ -170,7 +170,7 @@ def test_seed():
     first = [q2.seed(torch.ones(()), 0).item() for _ in range(4)]
     assert len(set(first)) == 4, "each call is a new draw"
     torch.manual_seed(1)
-    assert first == [q2.seed(torch.ones(()), salt).item() for salt in range(4)]
+    assert first == [q2.seed(torch.ones(()), seed_index).item() for seed_index in range(4)]
     assert torch.Tag.nondeterministic_seeded in q2.seed.default.tags
 
 

@@ -98,7 +98,7 @@ def _folder() -> Path:
 
 
 @functools.cache
-def _kernel(variant: nvrtc.Variant, threads: int, converts: tuple) -> ctypes.CDLL:
+def _kernel(variant: nvrtc.KernelVariant, threads: int, converts: tuple) -> ctypes.CDLL:
     source = (nvrtc.SOURCES / variant.file).read_text()
     # Dynamic shared memory is one array; a multiprocessor has no more than this.
     dynamic = "extern __shared__ __align__(16) u8 shared_tiles[];"

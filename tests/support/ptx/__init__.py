@@ -99,12 +99,12 @@ def run_kernel(
 
 
 @functools.cache
-def compiled(variant: nvrtc.Variant, architecture: str) -> Kernel:
+def compiled(variant: nvrtc.KernelVariant, architecture: str) -> Kernel:
     """The kernel of a variant."""
     return parse(text(variant, architecture))
 
 
-def text(variant: nvrtc.Variant, architecture: str) -> str:
+def text(variant: nvrtc.KernelVariant, architecture: str) -> str:
     """The PTX on the way to an architecture's machine code: the same options and defines."""
     code, _ = nvrtc.compile_variant(variant, architecture.replace("sm_", "compute_"))
     return code.rstrip(b"\0").decode()

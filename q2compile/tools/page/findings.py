@@ -7,13 +7,13 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from q2compile.cost_model.devices import DEVICES
+from q2compile.cost_model.devices import shown_devices
 from q2compile.errors import ConfigError
 from q2compile.recipes.policy import AUTO, compiled_pattern, patterns_of
 from q2compile.recipes.recipe import BF16
 from q2compile.report.model_rows import of_model
-from q2compile.report.page.errors import OUTLIERS, Data, Error, shares
-from q2compile.report.worst_layers import BUDGET, after, kinds_of, policy_of, ranked, worst_layers
+from q2compile.tools.page.errors import OUTLIERS, Data, Error, shares
+from q2compile.tools.worst_layers import BUDGET, after, kinds_of, policy_of, ranked, worst_layers
 
 # A kind of layer stands out with this share of the gradient's squared error, and so many times
 # its share of the FLOPs.
@@ -160,8 +160,9 @@ def _shares(comparison: Data | None, layers: _Layers) -> list[tuple[str, Rules]]
 
 def _slower(taken: Sequence[Data], layers: _Layers) -> list[tuple[str, Rules]]:
     """Layers that are predicted to lose time."""
-    device = DEVICES[0]
     predicted = [row for row in taken if row["predicted"]]
+    shown = shown_devices(row["predicted"] for row in predicted)
+    device = next(device for device in shown if not device.emulates)
     kinds = kinds_of(row["module"] for row in predicted)
     times = [
         [row["predicted"][device.column] for row in predicted if row["module"] in of]
