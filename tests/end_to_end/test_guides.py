@@ -42,7 +42,7 @@ else:
 ROOT = Path(__file__).resolve().parents[2]
 GUIDES = ROOT / "examples" / "guides"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(GUIDES.glob("*.md"))]
-PAGES += [GUIDES.parent / name / "README.md" for name in ("", "benchmarks", "pretraining")]
+PAGES += [GUIDES.parent / name / "README.md" for name in ("benchmarks", "pretraining")]
 
 
 TRACKED = tracked(ROOT)
@@ -123,6 +123,17 @@ def names_exist(page: Page, block: Block) -> None:
         assert any(f"/{path}" in f"/{name}" for name in listed), path
 
 
+def applies(page: Page, block: Block) -> None:
+    """A diff: the lines that it leaves and removes stand in each file, one below the other."""
+    files = re.split(r"^--- a/\S+\n\+\+\+ b/(\S+)\n", block.text, flags=re.MULTILINE)
+    assert len(files) > 1 and not files[0]
+    for name, text in zip(files[1::2], files[2::2], strict=True):
+        source = (ROOT / name).read_text(encoding="utf-8")
+        for hunk in re.split(r"^@@.*\n", text, flags=re.MULTILINE)[1:]:
+            before = "".join(line[1:] + "\n" for line in hunk.splitlines() if line[0] != "+")
+            assert before and before in source, f"{name} has not\n{before}"
+
+
 def run_commands(page: Page, block: Block) -> None:
     """Every line is a command; see PROGRAMS."""
     for line in block.text.replace("\\\n", " ").splitlines():
@@ -137,6 +148,7 @@ BLOCKS: dict[str, Callable[[Page, Block], None]] = {
     "json": is_options,
     "text": was_shown,
     "text layout": names_exist,
+    "diff": applies,
     "": run_commands,  # indented
 }
 
@@ -374,7 +386,7 @@ def test_every_guide_is_in_the_index() -> None:
 
 
 def test_the_table_of_passes_has_all() -> None:
-    page = (GUIDES / "how_it_works.md").read_text()
+    page = (GUIDES / "extend.md").read_text()
     assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == {*pass_names()}
 
 
@@ -386,6 +398,14 @@ def test_figures_are_those_that_were_recorded() -> None:
     for path in PAGES:
         for figure in re.findall(r"[+-]?\.?\d[\d.]* ± [\d.]*\d", path.read_text()):
             assert figure in recorded, f"{name_of(path)}: {figure}"
+
+
+def test_guides_have_no_dates_and_no_measurements() -> None:
+    """Those are on the page of measurements. A version is none."""
+    for path in sorted(GUIDES.glob("*.md")):
+        if path.name != "measured.md":
+            found = re.findall(r"20\d\d-\d\d-\d\d|\d ± \.?\d|\d GiB\b", path.read_text())
+            assert found == [], name_of(path)
 
 
 def test_the_drawing_is_for_light_and_dark() -> None:
@@ -439,6 +459,7 @@ def test_blocks_of_a_page() -> None:
         '```toml\nrecipee = "quartet2"\n```',
         "```text\nnobody has printed this\n```",
         "```text layout\nno_such_folder/\n```",
+        "```diff\n--- a/README.md\n+++ b/README.md\n@@\n-nobody wrote this\n+line\n```",
         "x\n\n    make nonsense",
         "x\n\n    rm -r folder",
         "x\n\n    python examples/no_such_file.py",
