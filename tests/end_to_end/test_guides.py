@@ -390,6 +390,15 @@ def test_the_table_of_passes_has_all() -> None:
     assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == {*pass_names()}
 
 
+def test_a_new_recipe_s_files_are_those_of_its_test() -> None:
+    """The guide names each file that test_every_list_of_recipes_has_each reads."""
+    source = (ROOT / "tests" / "q2compile" / "recipes" / "test_recipes.py").read_text()
+    test = source.split("def test_every_list_of_recipes_has_each")[1].split("\ndef ")[0]
+    read = {*re.findall(r'"([\w/]+\.(?:md|js|py))"', test)}
+    guide = (GUIDES / "extend.md").read_text().split("## A recipe\n")[1].split("\n## ")[0]
+    assert len(read) >= 4 and {name for name in read if f"`{name}`" not in guide} == set()
+
+
 def test_figures_are_those_that_were_recorded() -> None:
     """Every measured gap in a guide, x ± y, is in the tables of results."""
     results = ROOT / "examples" / "pretraining"

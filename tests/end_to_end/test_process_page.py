@@ -43,9 +43,8 @@ def section(title: str) -> str:
 
 def rows(title: str) -> dict[str, list[str]]:
     """The table under a heading: the name in backquotes in its first cell -> the other cells."""
-    cells = [
-        line.strip("|").split("|") for line in section(title).splitlines() if line.startswith("| `")
-    ]
+    lines = [line for line in section(title).splitlines() if line.startswith("| `")]
+    cells = [line.strip("|").split("|") for line in lines]
     found = {re.findall(r"`([^`]+)`", first)[0]: rest for first, *rest in cells}
     assert found, title
     return found
