@@ -30,7 +30,7 @@ from q2compile.report import announce
 from q2compile.runtime_kernels import registry
 from q2compile.tools import cli
 from tests.support.guide_model import prepared
-from tests.support.markdown import Block, blocks, broken_links, prose
+from tests.support.markdown import Block, blocks, broken_links, prose, tables
 from tests.support.new_process import restart_clock
 from tests.support.tracked import tracked
 
@@ -399,14 +399,48 @@ def test_a_new_recipe_s_files_are_those_of_its_test() -> None:
     assert len(read) >= 4 and {name for name in read if f"`{name}`" not in guide} == set()
 
 
+RESULTS = ROOT / "examples" / "pretraining" / "results"
+
+
+def plain(figure: str) -> str:
+    """A figure without the zeros before its points: +0.0162 ± 0.0002 is +.0162 ± .0002."""
+    return re.sub(r"(?<!\d)0\.", ".", figure)
+
+
 def test_figures_are_those_that_were_recorded() -> None:
-    """Every measured gap in a guide, x ± y, is in the tables of results."""
-    results = ROOT / "examples" / "pretraining"
-    tables = ("results/tables.md", "results/branched.md", "README.md", "BRANCHED.md")
-    recorded = "".join((results / name).read_text() for name in tables)
-    for path in PAGES:
+    """Every measured gap in a page, x ± y, is in the tables that are made of the recorded runs."""
+    tables = (RESULTS / "tables.md", RESULTS / "branched.md")
+    recorded = plain("".join(table.read_text() for table in tables))
+    for path in DOCUMENTS:
         for figure in re.findall(r"[+-]?\.?\d[\d.]* ± [\d.]*\d", path.read_text()):
-            assert figure in recorded, f"{name_of(path)}: {figure}"
+            assert plain(figure) in recorded, f"{name_of(path)}: {figure}"
+
+
+def test_gaps_are_those_of_their_runs() -> None:
+    """Every row of the page of measurements that has a gap, against the row of its run."""
+    pages = re.split(r"^### ", (RESULTS / "branched.md").read_text(), flags=re.MULTILINE)[1:]
+    gaps = {
+        page.partition("\n")[0]: {
+            cells["run"].strip("`"): cells for cells in tables(page) if "gap to BF16" in cells
+        }
+        for page in pages
+    }
+    (small,) = (runs for title, runs in gaps.items() if "after step 500 of 1200" in title)
+    (large,) = (runs for title, runs in gaps.items() if title.startswith("Llama 100m"))
+    where = {"gap, 30M": (small, ""), "gap, 100M": (large, "")}
+    where |= {f"{part} alone": (small, f"-{part}") for part in ("forward", "backward")}
+    checked = 0
+    for cells in tables((GUIDES / "measured.md").read_text()):
+        name = cells.get("recipe", cells.get("run", "")).strip("`")
+        name = name.replace("quartet2_search", "quartet2-search")
+        for title, cell in cells.items():
+            if " ± " in cell and title == "difference":
+                assert small[name][title].startswith(f"{cell} to `quartet2`:"), name
+            elif " ± " in cell:
+                runs, end = where[title]
+                assert runs[name + end]["gap to BF16"] == cell, (name, title)
+            checked += " ± " in cell
+    assert checked > 30
 
 
 def test_guides_have_no_dates_and_no_measurements() -> None:

@@ -243,11 +243,12 @@ def test_the_page_is_made_of_gaps_json(tmp_path: Path) -> None:
     assert rows["quartet2-exact", 0]["options"]["global_scale"] == "exact"
     tables = (into / "tables.md").read_text().splitlines()
     # One pair with two seeds, .020 and .022: deviation .0014, over the root of the seeds.
-    assert "| `quartet2` | 2 | 1.5210 | +0.0210 ± 0.0010 | 1.50 | 1.00 |" in tables
-    assert "| `quartet2-exact` | 1 | 1.5211 | +0.0211 ± 0.0014 | 1.00 | 2.00 |" in tables
-    assert "| `nvfp4` | 1 |  | NaN at step 7 (seed 0) | 1.00 | 1.00 |" in tables
-    (control,) = [line for line in tables if line.startswith("| `quartet2-exact` | `quartet2`")]
-    assert "| +0.0011 ± 0.0014 (none) |" in control  # of the seed that both have
+    assert "| `quartet2` | 2 | 1.5210 | +0.0210 ± 0.0010 | 1.50 | 1.00 |  |" in tables
+    (control,) = [line for line in tables if line.startswith("| `quartet2-exact` | 1 | 1.5211 |")]
+    assert " | +0.0211 ± 0.0014 | 1.00 | 2.00 | " in control
+    # The difference is that of the seed that both have.
+    assert " | +0.0011 ± 0.0014 (none) to `quartet2`: " in control
+    assert "| `nvfp4` | 1 |  | NaN at step 7 (seed 0) | 1.00 | 1.00 |  |" in tables
     before = (into / "tables.md").read_text()
     page.write(into, None)
     assert (into / "tables.md").read_text() == before
