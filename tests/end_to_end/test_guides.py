@@ -15,7 +15,6 @@ import shlex
 import subprocess
 import sys
 import textwrap
-import xml.etree.ElementTree as ElementTree
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +24,6 @@ import pytest
 import torch
 
 from q2compile.config import CONFIG_FILE_VARIABLE, Config
-from q2compile.passes import pass_names
 from q2compile.report import announce
 from q2compile.runtime_kernels import registry
 from q2compile.tools import cli
@@ -379,26 +377,6 @@ def test_every_link_leads_somewhere(path: Path) -> None:
     assert broken_links(path) == []
 
 
-def test_every_guide_is_in_the_index() -> None:
-    index = (GUIDES / "README.md").read_text()
-    listed = {name_of(p) for p in GUIDES.glob("*") if p.name != "README.md" and p.is_file()}
-    assert {name for name in listed if f"({Path(name).name})" not in index} == set()
-
-
-def test_the_table_of_passes_has_all() -> None:
-    page = (GUIDES / "extend.md").read_text()
-    assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == {*pass_names()}
-
-
-def test_a_new_recipe_s_files_are_those_of_its_test() -> None:
-    """The guide names each file that test_every_list_of_recipes_has_each reads."""
-    source = (ROOT / "tests" / "q2compile" / "recipes" / "test_recipes.py").read_text()
-    test = source.split("def test_every_list_of_recipes_has_each")[1].split("\ndef ")[0]
-    read = {*re.findall(r'"([\w/]+\.(?:md|js|py))"', test)}
-    guide = (GUIDES / "extend.md").read_text().split("## A recipe\n")[1].split("\n## ")[0]
-    assert len(read) >= 4 and {name for name in read if f"`{name}`" not in guide} == set()
-
-
 RESULTS = ROOT / "examples" / "pretraining" / "results"
 
 
@@ -441,26 +419,6 @@ def test_gaps_are_those_of_their_runs() -> None:
                 assert runs[name + end]["gap to BF16"] == cell, (name, title)
             checked += " ± " in cell
     assert checked > 30
-
-
-def test_guides_have_no_dates_and_no_measurements() -> None:
-    """Those are on the page of measurements. A version is none."""
-    for path in sorted(GUIDES.glob("*.md")):
-        if path.name != "measured.md":
-            found = re.findall(r"20\d\d-\d\d-\d\d|\d ± \.?\d|\d GiB\b", path.read_text())
-            assert found == [], name_of(path)
-
-
-def test_the_drawing_is_for_light_and_dark() -> None:
-    for path in GUIDES.glob("*.svg"):
-        text = path.read_text(encoding="utf-8")
-        assert "prefers-color-scheme: dark" in text
-        root = ElementTree.fromstring(text)
-        words = " ".join("".join(node.itertext()) for node in root.iter() if node.tag.endswith("t"))
-        folders = re.findall(r"\b(\w+)/", words)
-        assert folders
-        names = {part for file in TRACKED for part in file.relative_to(ROOT).parts}
-        assert set(folders) <= names
 
 
 # ---- the parser itself --------------------------------------------------------------------------
