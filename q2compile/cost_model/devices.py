@@ -237,14 +237,14 @@ ASSUMPTIONS = (
 )
 
 
-def deciding_device() -> Device:
+def deciding_device(*, in_fp4: bool = True) -> Device:
     """The device whose times decide under "auto".
 
-    The Blackwell GPU that is present; if its model is unknown, one of its compute capability;
-    without a Blackwell, a B200.
+    The GPU that is present, if it runs the formats, which for FP4 are a Blackwell's; if its model
+    is unknown, one of its compute capability; else a B200.
     """
     known = present_device()
-    if known is not None and not known.emulates:
+    if known is not None and not (in_fp4 and known.emulates):
         return known
     if torch.cuda.is_available():
         major, _ = torch.cuda.get_device_capability()
