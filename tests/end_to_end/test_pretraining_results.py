@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from pretraining.record import Losses, Point, Result, without_folders  # noqa: E
 from pretraining.training import learning_rate_factor  # noqa: E402
 
 from q2compile import Config  # noqa: E402
+from tests.support.markdown import tables  # noqa: E402
 
 
 def result(name: str, seed: int, val_losses: list[float], **given: Any) -> Result:
@@ -390,6 +392,35 @@ def has_stability(page: str, stability: dict[str, Any], row: Callable[..., str])
             assert variant in same and differs == " in no step: the same bits "
     for variant in ("compiled", "eager", "rounding", "oracle"):
         assert f"{quartet2[variant] - bf16[variant]:+.4f}".replace("0.", ".") in quartet2_part
+
+
+def test_the_page_of_measurements_has_the_gaps_of_its_runs() -> None:
+    """Every row of the page of measurements that has a gap, against the row of its run."""
+    parts = re.split(
+        r"^### ", (EXAMPLES / "pretraining/results/branched.md").read_text(), flags=re.MULTILINE
+    )[1:]
+    found = {
+        part.partition("\n")[0]: {
+            cells["run"].strip("`"): cells for cells in tables(part) if "gap to BF16" in cells
+        }
+        for part in parts
+    }
+    (small,) = (own for title, own in found.items() if "after step 500 of 1200" in title)
+    (large,) = (own for title, own in found.items() if title.startswith("Llama 100m"))
+    where = {"gap, 30M": (small, ""), "gap, 100M": (large, "")}
+    where |= {f"{part} alone": (small, f"-{part}") for part in ("forward", "backward")}
+    checked = 0
+    for cells in tables((EXAMPLES / "guides/measured.md").read_text()):
+        name = cells.get("recipe", cells.get("run", "")).strip("`")
+        name = name.replace("quartet2_search", "quartet2-search")
+        for title, cell in cells.items():
+            if " ± " in cell and title == "difference":
+                assert small[name][title].startswith(f"{cell} to `quartet2`:"), name
+            elif " ± " in cell:
+                own, end = where[title]
+                assert own[name + end]["gap to BF16"] == cell, (name, title)
+            checked += " ± " in cell
+    assert checked > 30
 
 
 # ----------------------------------------------------------------------------------------- devices
