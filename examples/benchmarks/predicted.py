@@ -113,7 +113,8 @@ def llama(
     ]
 
 
-def _transformers(config: dict[str, Any], tokens: int) -> list[tuple[int, Layer]]:
+def linears_of(config: dict[str, Any], tokens: int) -> list[tuple[int, Layer]]:
+    """(count, linear) of a Llama with a configuration of transformers."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     return llama(
         tokens,
@@ -162,8 +163,8 @@ def linears() -> Iterator[Compared]:
 
 
 STEPS = {
-    "llama_step": ("quartet2", _transformers(LLAMA, LLAMA_BATCH * LLAMA_SEQUENCE)),
-    "llama_8b_step": ("quartet2", _transformers(LLAMA_8B, LLAMA_8B_TOKENS)),
+    "llama_step": ("quartet2", linears_of(LLAMA, LLAMA_BATCH * LLAMA_SEQUENCE)),
+    "llama_8b_step": ("quartet2", linears_of(LLAMA_8B, LLAMA_8B_TOKENS)),
     "llama_30m_8x512": ("quartet2", _30m(8)),
     "llama_30m_64x512": ("quartet2", _30m(64)),
     "llama_30m_64x512_graphs": ("quartet2", _30m(64)),

@@ -26,7 +26,7 @@ from pretraining.model import SIZES, build_model  # noqa: E402
 from pretraining.record import Losses, Point, Result, without_folders  # noqa: E402
 from pretraining.training import learning_rate_factor  # noqa: E402
 
-from q2compile import Config  # noqa: E402
+from q2compile.config import Config, resolved_policy  # noqa: E402
 from tests.support.markdown import tables  # noqa: E402
 
 
@@ -62,7 +62,7 @@ def test_every_run_is_one_that_the_backend_takes(name: str) -> None:
 def test_the_controls_change_what_their_names_say() -> None:
     def gemms(name: str) -> tuple[str, str, str]:
         options = runs.RUNS[name].compile_options(layers=6)
-        return Config.from_options(options).resolved_policy.default.texts()
+        return resolved_policy(Config.from_options(options)).default.texts()
 
     whole, bf16 = gemms("quartet2"), "bf16"
     assert gemms("quartet2-forward") == (whole[0], bf16, bf16)

@@ -374,7 +374,7 @@ FAULTS = (
     fault(
         "graphs with gathered codes are replayed as CUDA graphs",
         "q2compile/compiler/compile_graph.py",
-        "    if gathered and gathered.takes_codes and config.uses_cuda_graphs:\n",
+        "    if gathered and gathered.takes_codes and uses_cuda_graphs(config):\n",
         "    if False:\n",
         "q2compile/weight_cache",
     ),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from q2compile.capture.module_tree import named_parameters
-from q2compile.config import Config
+from q2compile.config import Config, resolved_policy
 from q2compile.errors import ConfigError, shown
 from q2compile.recipes.option_types import RecipeChange, RecipeName
 from q2compile.recipes.recipe import GEMMS
@@ -79,7 +79,7 @@ def compare(
         if optimizer is not None:
             comparison.losses = {
                 name: runs.train(batches, run, optimizer)
-                for name, run in (("bf16", _BF16), (config.resolved_policy.default.name, Run()))
+                for name, run in (("bf16", _BF16), (resolved_policy(config).default.name, Run()))
             }
     return comparison
 
@@ -102,7 +102,7 @@ class _Runs:
             p.grad = None
 
     def compare(self, batches: list[Any], config: Config, alone: bool) -> Comparison:
-        name = config.resolved_policy.default.name
+        name = resolved_policy(config).default.name
         comparison = Comparison(name, config.recipe, config.policy, losses={"bf16": [], name: []})
         own: dict[str, list[float]] = {}  # parameter -> relative errors under the whole recipe
         for i, batch in enumerate(batches):
