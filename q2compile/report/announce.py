@@ -115,7 +115,7 @@ def compiled(title: str, rows: Sequence[Row], config: Config) -> None:
 
 
 def slower(rows: Sequence[Row]) -> list[str]:
-    """What to do, if the matmuls that are taken are predicted to take longer than in BF16 on the
+    """Advice, if the matmuls that are taken are predicted to take longer than in BF16 on the
     GPU that is present; [] if they are not, or the GPU is not known."""
     device = present_device()
     taken = [row for row in rows if row.taken]
