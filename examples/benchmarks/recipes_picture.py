@@ -84,8 +84,8 @@ def saved_bits() -> dict[str, float]:
             x = torch.empty(4096, 4096, dtype=torch.bfloat16)
         options = {"recipe": name, "inner": "eager"}
         (row,) = q2compile.explain(linear, x, options=options).rows
-        saves_codes = row.taken and row.saved_elements
-        found[name] = 8 * row.saved_bytes / row.saved_elements if saves_codes else 16.0
+        codes, elements = row.saved_bytes, row.saved_elements
+        found[name] = 8 * codes / elements if codes and elements else 16.0
     return found
 
 
