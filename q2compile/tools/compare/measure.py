@@ -140,7 +140,7 @@ class _Runs:
         def effect(run: Run) -> float:
             return _relative(self._gradients(batch, run)[1], exact)
 
-        is_fp8 = self._probes.config.resolved_policy.default.texts() == RECIPES["fp8"].texts()
+        is_fp8 = resolved_policy(self._probes.config).default.texts() == RECIPES["fp8"].texts()
         kinds = [] if is_fp8 else kinds_of(modules)
         effects = [(kind, effect(Run(modules=kind, in_fp8=True))) for kind in kinds]
         in_fp8 = {name: of / len(kind) ** 0.5 for kind, of in effects for name in kind}
