@@ -121,10 +121,35 @@ def _models() -> dict[str, Callable[[], Any]]:
             y = F.linear(F.gelu(F.linear(whole, self.up)), self.down)
             return y.redistribute(placements=[Replicate()]).to_local()
 
+    class Head(nn.Module):
+        """Memory is at its peak while the gradient of many logits is quantized."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = (nn.Linear(64, 64, bias=False) for _ in range(2))
+            self.head = nn.Linear(64, 2048, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(torch.tanh(self.second(torch.tanh(self.first(x)))))
+
+    class Stack(nn.Module):
+        """Memory is at its peak while the codes of the first two weights wait for the backward."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = torch.tanh(layer(x))
+            return x
+
     return {
         "block": Block,
         "checkpointed": Checkpointed,
         "experts": Experts,
+        "head": Head,
+        "stack": Stack,
         "rotary": _rotary,
         "tensor_parallel": TensorParallel,
     }
@@ -164,13 +189,17 @@ def _rotary() -> Any:
 
 
 class Case(NamedTuple):
-    """capability: the compute capability to write for, 90 for 9.0, or 0 for this CPU."""
+    """
+    capability   the compute capability to write for, 90 for 9.0, or 0 for this CPU
+    every_byte   decisions about memory are made for sizes that no GPU is short of, too
+    """
 
     name: str
     model: str
     capability: int
     options: dict[str, Any]
     training: bool = True
+    every_byte: bool = False
 
 
 def _cases() -> Iterator[Case]:
@@ -188,6 +217,9 @@ def _cases() -> Iterator[Case]:
         yield Case(f"{capability}_inference", "block", capability, {}, training=False)
         yield Case(f"{capability}_experts", "experts", capability, experts)
         yield Case(f"{capability}_rotary", "rotary", capability, {"fuse_rotations": True})
+        for model in ("head", "stack"):
+            yield Case(f"{capability}_{model}", model, capability, {}, every_byte=True)
+    yield Case("cpu_stack", "stack", 0, {}, every_byte=True)
     yield Case("90_policy", "block", 90, {"policy": {"down": {"dgrad": "bf16"}, "q": "nvfp4"}})
     for option in ("keep_packed", "recompute_weights", "cache_weights"):
         yield Case(f"90_{option}", "checkpointed", 90, {option: True})
@@ -241,6 +273,8 @@ def _collect_one(case: Case, folder: Path, emulation: Any) -> None:
     import torch
     import torch._inductor.config as inductor_config
 
+    from q2compile.passes import live_bytes
+
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = _models()[case.model]().bfloat16().train(case.training)
@@ -259,6 +293,8 @@ def _collect_one(case: Case, folder: Path, emulation: Any) -> None:
             emulation.emulate(patch, case.capability)
             emulation.serve_as_on(patch, case.capability)
             settings["inductor"] = {"cpu_backend": "triton"}
+        if case.every_byte:
+            patch.setattr(live_bytes, "SMALL", 0)
         y = torch.compile(model, backend="quartet2", options=settings)(x)
         if case.training:
             y.float().square().mean().backward()
