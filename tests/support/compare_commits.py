@@ -23,6 +23,7 @@ All cases take about 100 s for each commit on one core (torch 2.13).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import fnmatch
 import os
@@ -273,8 +274,6 @@ def _collect_one(case: Case, folder: Path, emulation: Any) -> None:
     import torch
     import torch._inductor.config as inductor_config
 
-    from q2compile.passes import live_bytes
-
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = _models()[case.model]().bfloat16().train(case.training)
@@ -294,7 +293,9 @@ def _collect_one(case: Case, folder: Path, emulation: Any) -> None:
             emulation.serve_as_on(patch, case.capability)
             settings["inductor"] = {"cpu_backend": "triton"}
         if case.every_byte:
-            patch.setattr(live_bytes, "SMALL", 0)
+            for module in ("live_bytes", "joint.saved_weights"):
+                with contextlib.suppress(ImportError):
+                    patch.setattr(f"q2compile.passes.{module}.SMALL", 0, raising=False)
         y = torch.compile(model, backend="quartet2", options=settings)(x)
         if case.training:
             y.float().square().mean().backward()
