@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cut of a joint graph. Peak memory decides whether codes of weights, or their scales, are
-saved or recomputed."""
+"""The cut of a joint graph. Peak memory decides whether codes of weights are saved or
+recomputed."""
 
 from __future__ import annotations
 
