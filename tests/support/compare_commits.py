@@ -23,7 +23,6 @@ All cases take about 100 s for each commit on one core (torch 2.13).
 from __future__ import annotations
 
 import argparse
-import contextlib
 import difflib
 import fnmatch
 import os
@@ -122,38 +121,26 @@ def _models() -> dict[str, Callable[[], Any]]:
             y = F.linear(F.gelu(F.linear(whole, self.up)), self.down)
             return y.redistribute(placements=[Replicate()]).to_local()
 
-    class Head(nn.Module):
-        """Memory is at its peak while the gradient of many logits is quantized."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = (nn.Linear(64, 64, bias=False) for _ in range(2))
-            self.head = nn.Linear(64, 2048, bias=False)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.head(torch.tanh(self.second(torch.tanh(self.first(x)))))
-
-    class Stack(nn.Module):
-        """Memory is at its peak while the codes of the first two weights wait for the backward."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(3))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers:
-                x = torch.tanh(layer(x))
-            return x
-
     return {
         "block": Block,
         "checkpointed": Checkpointed,
         "experts": Experts,
-        "head": Head,
-        "stack": Stack,
+        # Memory is at its peak while the gradient of many logits is quantized.
+        "head": lambda: _stack(64, 64, 64, 2048),
+        # Memory is at its peak while codes of weights wait for the backward.
+        "stack": lambda: _stack(64, 64, 64, 64),
         "rotary": _rotary,
         "tensor_parallel": TensorParallel,
     }
+
+
+def _stack(*widths: int) -> Any:
+    from itertools import pairwise
+
+    from torch import nn
+
+    linears = (nn.Linear(*sizes, bias=False) for sizes in pairwise(widths))
+    return nn.Sequential(*(layer for linear in linears for layer in (linear, nn.Tanh())))
 
 
 def _rotary() -> Any:
@@ -293,9 +280,8 @@ def _collect_one(case: Case, folder: Path, emulation: Any) -> None:
             emulation.serve_as_on(patch, case.capability)
             settings["inductor"] = {"cpu_backend": "triton"}
         if case.every_byte:
-            for module in ("live_bytes", "joint.saved_weights"):
-                with contextlib.suppress(ImportError):
-                    patch.setattr(f"q2compile.passes.{module}.SMALL", 0, raising=False)
+            for module in ("joint.saved_weights", "post_grad.pair_directions"):
+                patch.setattr(f"q2compile.passes.{module}.SMALL", 0, raising=False)
         y = torch.compile(model, backend="quartet2", options=settings)(x)
         if case.training:
             y.float().square().mean().backward()
