@@ -125,9 +125,7 @@ def _models() -> dict[str, Callable[[], Any]]:
         "block": Block,
         "checkpointed": Checkpointed,
         "experts": Experts,
-        # Memory is at its peak while the gradient of many logits is quantized.
         "head": lambda: _stack(64, 64, 64, 2048),
-        # Memory is at its peak while codes of weights wait for the backward.
         "stack": lambda: _stack(64, 64, 64, 64),
         "rotary": _rotary,
         "tensor_parallel": TensorParallel,
@@ -135,6 +133,8 @@ def _models() -> dict[str, Callable[[], Any]]:
 
 
 def _stack(*widths: int) -> Any:
+    """Linears. Memory is at its peak while codes of weights wait for the backward; if the last one
+    is wide, while its gradient is quantized."""
     from itertools import pairwise
 
     from torch import nn
