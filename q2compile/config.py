@@ -145,10 +145,10 @@ class Config:
                     micro-batches of a step, and in inference (see `weight_cache` for what is seen
                     as a change, and what is not)
     recompute_weights  True: the backward recomputes codes of weights from the parameters, which
-                    saves 4.5 bits per parameter; False: codes are saved; "auto": codes that do
-                    not raise the peak of a step are saved (`passes.joint.saved_weights` has the
-                    rule). For other bf16 parameters, block scales are saved where codes follow from
-                    them: half a bit per parameter (see `passes.joint.save_weights`)
+                    saves 4.5 bits per parameter; False: codes are saved; "auto": codes are saved
+                    if they do not raise the peak of a step (`passes.joint.saved_weights` has the
+                    rule). Otherwise the block scales of bf16 parameters are saved where codes
+                    follow from them: half a bit per parameter (see `passes.joint.save_weights`)
     fuse_rotations  True: quantizers that rotate compute their operand themselves, where that is an
                     expression and expected to pay (`lowering.prologue`); "auto": on GPUs of compute
                     capability 9.x, where that was measured (`examples/benchmarks/quantizers.py`),

@@ -125,9 +125,22 @@ def _models() -> dict[str, Callable[[], Any]]:
         "block": Block,
         "checkpointed": Checkpointed,
         "experts": Experts,
+        "head": lambda: _stack(64, 64, 64, 2048),
+        "stack": lambda: _stack(64, 64, 64, 64),
         "rotary": _rotary,
         "tensor_parallel": TensorParallel,
     }
+
+
+def _stack(*widths: int) -> Any:
+    """Linears. Memory is at its peak while codes of weights wait for the backward; if the last one
+    is wide, while its gradient is quantized."""
+    from itertools import pairwise
+
+    from torch import nn
+
+    linears = (nn.Linear(*sizes, bias=False) for sizes in pairwise(widths))
+    return nn.Sequential(*(layer for linear in linears for layer in (linear, nn.Tanh())))
 
 
 def _rotary() -> Any:
@@ -164,13 +177,17 @@ def _rotary() -> Any:
 
 
 class Case(NamedTuple):
-    """capability: the compute capability to write for, 90 for 9.0, or 0 for this CPU."""
+    """
+    capability   the compute capability to write for, 90 for 9.0, or 0 for this CPU
+    every_byte   decisions about memory are made for sizes that no GPU is short of, too
+    """
 
     name: str
     model: str
     capability: int
     options: dict[str, Any]
     training: bool = True
+    every_byte: bool = False
 
 
 def _cases() -> Iterator[Case]:
@@ -188,6 +205,9 @@ def _cases() -> Iterator[Case]:
         yield Case(f"{capability}_inference", "block", capability, {}, training=False)
         yield Case(f"{capability}_experts", "experts", capability, experts)
         yield Case(f"{capability}_rotary", "rotary", capability, {"fuse_rotations": True})
+        for model in ("head", "stack"):
+            yield Case(f"{capability}_{model}", model, capability, {}, every_byte=True)
+    yield Case("cpu_stack", "stack", 0, {}, every_byte=True)
     yield Case("90_policy", "block", 90, {"policy": {"down": {"dgrad": "bf16"}, "q": "nvfp4"}})
     for option in ("keep_packed", "recompute_weights", "cache_weights"):
         yield Case(f"90_{option}", "checkpointed", 90, {option: True})
@@ -259,6 +279,9 @@ def _collect_one(case: Case, folder: Path, emulation: Any) -> None:
             emulation.emulate(patch, case.capability)
             emulation.serve_as_on(patch, case.capability)
             settings["inductor"] = {"cpu_backend": "triton"}
+        if case.every_byte:
+            for module in ("joint.saved_weights", "post_grad.pair_directions"):
+                patch.setattr(f"q2compile.passes.{module}.SMALL", 0, raising=False)
         y = torch.compile(model, backend="quartet2", options=settings)(x)
         if case.training:
             y.float().square().mean().backward()

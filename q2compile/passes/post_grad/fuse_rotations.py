@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from q2compile.passes.live_bytes import Storage, storages
+from q2compile.passes.memory import Storage, storages
 from q2compile.runtime_kernels.ops.fusing import MAY_FUSE, PAIR, READS_THE_SAME, is_view_or_cast
 from q2compile.runtime_kernels.ops.table import QuantizerCall, quantizer_of, quantizers
 
