@@ -22,6 +22,28 @@ _ZERO = ("constant", (0.0).hex(), "float")
 _NOTHING: Step = ("",)
 
 
+class Steps:
+    """Distinct steps, and the kind of each."""
+
+    def __init__(self, inputs: Sequence[torch.dtype]) -> None:
+        self.steps: list[Step] = []
+        self.kinds: list[str] = []
+        self._inputs = inputs
+        self._known: dict[Step, int] = {}
+
+    def add(self, tree: Any) -> int:
+        """Adds a tree of steps; returns the index of its root. An integer is an earlier step."""
+        if not isinstance(tree, tuple):
+            return int(tree)
+        name, *args = tree
+        step = (name, *(self.add(a) if isinstance(a, tuple) else a for a in args))
+        if step not in self._known:
+            self._known[step] = len(self.steps)
+            self.kinds.append(kind_of(step, self.kinds, self._inputs))
+            self.steps.append(step)
+        return self._known[step]
+
+
 def shorter(steps: Sequence[Step], name: str, args: Sequence[int]) -> Any:
     """A shorter form of operation `name` of earlier steps, as a step's index or a tree of steps;
     None if there is none.
@@ -65,38 +87,19 @@ def contracted(
 
     The first applies if nothing else reads a * b. In the second, SiLU's backward, s is sigmoid(x);
     a gated MLP's other operand needs x * s as well."""
-    written = _Written()
+    made, number = Steps(inputs), dict[int, int]()
     readers = Counter(arg for step in steps for arg in arguments_of(step))
-    number: dict[int, int] = {}
-    kinds: list[str] = []
     for i, step in enumerate(steps):
         name, *args = step
-        kinds.append(kind_of(step, kinds, inputs))
-        way = None
-        if name in ("add", "sub") and kinds[i] == "float":
+        plain = renumbered(step, number)
+        way, is_float = None, name in ("add", "sub", "mul") and made.kinds[plain[1]] == "float"
+        if name == "mul" and is_float:
+            way = _silu_backward(made.steps, plain[1:])
+        elif is_float:
             products = [readers[arg] == 1 and steps[arg][0] == "mul" for arg in args]
-            way = _contracted(written.steps, name, [number[arg] for arg in args], products)
-        elif name == "mul" and kinds[i] == "float":
-            way = _silu_backward(written.steps, [number[arg] for arg in args])
-        number[i] = written.add(renumbered(step, number) if way is None else way)
-    return written.steps, number
-
-
-class _Written:
-    """A list of distinct steps."""
-
-    def __init__(self) -> None:
-        self.steps: list[Step] = []
-        self._known: dict[Step, int] = {}
-
-    def add(self, tree: Any) -> int:
-        """Adds a tree of steps; returns the index of its root."""
-        name, *args = tree
-        step = (name, *(self.add(a) if isinstance(a, tuple) else a for a in args))
-        if step not in self._known:
-            self._known[step] = len(self.steps)
-            self.steps.append(step)
-        return self._known[step]
+            way = _contracted(made.steps, name, plain[1:], products)
+        number[i] = made.add(plain if way is None else way)
+    return made.steps, number
 
 
 def _contracted(

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from q2compile.lowering.prologue import fusion_rule
+from q2compile.runtime_kernels.cuda.call_site import CallSite
 from q2compile.runtime_kernels.cuda.fused_call_site import FusedCallSite
 from q2compile.runtime_kernels.cuda.jit import launch
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, LaunchError
@@ -24,6 +25,7 @@ from q2compile.runtime_kernels.cuda.quantize.prologue_expression import (
 )
 from q2compile.runtime_kernels.cuda.quantize.prologue_source import bytes_read
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
+from q2compile.runtime_kernels.ops.table import QUANTIZE
 from q2compile.runtime_kernels.registry import KernelWarning
 from tests.support import emulation, quantizer_calls
 from tests.support import quantizer_calls as calls
@@ -346,9 +348,8 @@ def test_two_launches_make_what_four_made(monkeypatch) -> None:
     their amax."""
     operands = matrices(3)
     done = run_fused(monkeypatch, gated(), SEEDS, *operands)
-    _, keywords = calls.both(None, *SEEDS, EDEN, "rht128", 3).written()
-    call = fused.fused_plan(done.calls[0][0], operands, (), [keywords, keywords])
-    rotate, align = call.steps
+    one = calls.both(None, *SEEDS, EDEN, "rht128", 3)
+    rotate, align = fused.fused_plan(done.calls[0][0], operands, (), [one, one]).steps
     assert rotate.launch.variant.file == "rotate_quantize.cu"
     assert (align.launch.variant.file, align.grid[1]) == ("align_scales.cu", 4)
 
@@ -407,7 +408,8 @@ def test_the_rule_knows_operands_of_one_read(monkeypatch) -> None:
 def site_of(done: Fused) -> FusedCallSite:
     """One like that of generated code."""
     _, keywords = calls.both(None, ..., ..., EDEN, "rht128", 3).written()
-    return FusedCallSite(done.calls[0][0], [(keywords, (1,) * 6)])
+    site = CallSite(QUANTIZE, (None,), (1,) * 6, fixed=True, **keywords)
+    return FusedCallSite(done.calls[0][0], (site,))
 
 
 def test_inputs_off_16_bytes_are_computed_apart(monkeypatch) -> None:

@@ -132,6 +132,17 @@ def kind_of(step: Step, kinds: Sequence[str], inputs: Sequence[torch.dtype]) -> 
     return OPERATIONS[name].kind or kinds[args[-1]]
 
 
+def uniform_steps(steps: Sequence[Step]) -> list[bool]:
+    """Which steps are uniform within a piece."""
+    uniform: list[bool] = []
+    for step in steps:
+        if step[0] in ("load", "index"):
+            uniform.append("lanes" not in step[2:])
+        else:
+            uniform.append(all(uniform[arg] for arg in arguments_of(step)))
+    return uniform
+
+
 @dataclass(frozen=True)
 class PrologueExpression:
     """dtype: of the matrices.

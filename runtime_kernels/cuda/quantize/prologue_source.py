@@ -19,7 +19,7 @@ import torch
 from q2compile.runtime_kernels.cuda.quantize.prologue_expression import (
     OPERATIONS,
     PrologueExpression,
-    arguments_of,
+    uniform_steps,
 )
 
 FILE = "prologue_expression.cuh"
@@ -48,7 +48,7 @@ def cuda_source(prologue: PrologueExpression) -> str:
     """The text of prologue_expression.cuh."""
     fields = [f"  const void* input{i};" for i in range(len(prologue.inputs))]
     fields += [f"  long long {name};" for name in prologue.sizes]
-    uniform = _uniform(prologue)
+    uniform = uniform_steps(prologue.steps)
     once, each = [], []
     for i, step in enumerate(prologue.steps):
         if step[0] == "load" and not uniform[i]:
@@ -100,7 +100,7 @@ def prefetches(prologue: PrologueExpression) -> bool:
 def instructions(prologue: PrologueExpression, by_inductor: bool = False) -> float:
     """About how many instructions an element of each matrix takes, with its loads and its rounding.
     by_inductor: in the kernel that Inductor makes of the expression."""
-    uniform = _uniform(prologue)
+    uniform = uniform_steps(prologue.steps)
     total = 1.0 * len(prologue.results)  # the rounding and the store: 8 and 2 of 8 elements
     for i, (name, *_) in enumerate(prologue.steps):
         operation = OPERATIONS.get(name)
@@ -109,21 +109,6 @@ def instructions(prologue: PrologueExpression, by_inductor: bool = False) -> flo
         # A uniform load computes its address, too.
         total += cost / prologue.piece * (3 if name == "load" else 1) if uniform[i] else cost
     return total
-
-
-def _uniform(prologue: PrologueExpression) -> list[bool]:
-    """Which steps are uniform within a piece."""
-    uniform: list[bool] = []
-    for name, *args in prologue.steps:
-        if name == "load":
-            uniform.append(args[2] == "one")
-        elif name == "index":
-            uniform.append(args[1] != "lanes")
-        elif name == "constant":
-            uniform.append(True)
-        else:
-            uniform.append(all(uniform[arg] for arg in arguments_of((name, *args))))
-    return uniform
 
 
 def _load(prologue: PrologueExpression, step: tuple) -> str:
@@ -169,7 +154,7 @@ def rows_ahead(prologue: PrologueExpression) -> int:
     """Rows whose loads are in flight at once."""
     words = sum(
         prologue.inputs[step[1]].itemsize / prologue.dtype.itemsize
-        for step, one in zip(prologue.steps, _uniform(prologue), strict=True)
+        for step, one in zip(prologue.steps, uniform_steps(prologue.steps), strict=True)
         if step[0] == "load" and not one
     )
     ahead = 1
