@@ -23,7 +23,7 @@ These differences are some ulp of fp32, before the rounding to the operand's dty
 Not fused, each with its reason:
 
 - an operand that is in memory already, or no matrix;
-- columns that are not a multiple of a thread's piece (16 bytes);
+- a symbolic size, or columns that are not a multiple of a thread's piece (16 bytes);
 - reads that are not along a row of the operand (a transposition, a gather), or not aligned to 16
   bytes there;
 - dtypes and ops without a rule below.
@@ -68,11 +68,10 @@ _WIDE = 2**31
 
 
 class Prologue(NamedTuple):
-    """A prologue expression, the names of its input buffers, and its symbolic sizes."""
+    """A prologue expression, and the names of its input buffers."""
 
     expression: PrologueExpression
     buffers: tuple[str, ...]
-    sizes: tuple[sympy.Symbol, ...]
 
 
 def pointwise(x: ir.TensorBox) -> ir.Pointwise | None:
@@ -96,9 +95,11 @@ def prologue_of(x: ir.TensorBox, *others: ir.TensorBox) -> Prologue:
     if not inductor_config.triton.codegen_upcast_to_fp32:
         raise CannotFuse("triton.codegen_upcast_to_fp32 is off")
     piece = 16 // dtype.itemsize
-    if not isinstance(cols, int | sympy.Integer) or int(cols) % piece:
+    if not all(isinstance(size, int | sympy.Integer) for size in (rows, cols)):
+        raise CannotFuse(f"the size, {rows} x {cols}, is symbolic")
+    if cols % piece:
         raise CannotFuse(f"{cols} columns are not a multiple of {piece}")
-    recorder = _Recorder({ROW: rows, COLUMN: sympy.Integer(cols)}, piece)
+    recorder = _Recorder({ROW: sympy.Integer(rows), COLUMN: sympy.Integer(cols)}, piece)
     with patch.object(ir.FlexibleLayout, "allow_indexing", True), V.set_ops_handler(recorder):
         loaded = [matrix.make_loader()([ROW, COLUMN]) for matrix in (x, *others)]
         results = [recorder.step_of(value) for value in loaded]
@@ -121,15 +122,14 @@ def prologue_of(x: ir.TensorBox, *others: ir.TensorBox) -> Prologue:
     narrow = (V.graph.sizevars.statically_known_lt(extent, _WIDE) for extent in extents)
     expression = PrologueExpression(
         dtype=dtype,
-        rows=recorder.index(sympy.sympify(rows)).text,
+        rows=int(rows),
         cols=int(cols),
         inputs=inputs,
-        sizes=tuple(map(str, recorder.sizes)),
         wide=not all(narrow),
         steps=steps,
         results=results,
     )
-    return Prologue(expression, tuple(recorder.buffers), tuple(recorder.sizes))
+    return Prologue(expression, tuple(recorder.buffers))
 
 
 def _needed(
@@ -199,7 +199,6 @@ class _Recorder(DefaultHandler):
     def __init__(self, ranges: dict, piece: int) -> None:
         self.buffers: list[str] = []
         self.inputs: list[torch.dtype] = []
-        self.sizes: list[sympy.Symbol] = []
         self.made = Steps(self.inputs)
         self._ranges, self._piece = ranges, piece
         self._mask = _StepIndex(-1)
@@ -240,7 +239,7 @@ class _Recorder(DefaultHandler):
         if dtype not in KIND_OF:
             raise CannotFuse(f"{name} is of {dtype}")
         index, mask = self._simplified(index), self._mask
-        way = self.index(index)
+        way = index_of(index, self._piece)
         if way.lanes and way.divisor % self._piece:
             raise CannotFuse(f"rows of {name} do not begin on 16 bytes: {index}")
         if mask >= 0 and way.lanes and not uniform_steps(self.made.steps)[mask]:
@@ -261,7 +260,7 @@ class _Recorder(DefaultHandler):
 
     def index_expr(self, expr: sympy.Expr, dtype: torch.dtype) -> _StepIndex:
         expr = self._simplified(sympy.sympify(expr))
-        index = self.index(expr)
+        index = index_of(expr, self._piece)
         step = self._step("index", index.text, "lanes" if index.lanes else "one")
         self._indices[step] = expr
         return self._cast(step, _kind(dtype))
@@ -343,7 +342,7 @@ class _Recorder(DefaultHandler):
 
     def _way_of(self, step: int) -> Index | None:
         if step in self._indices:
-            return self.index(self._indices[step])
+            return index_of(self._indices[step], self._piece)
         name, *args = self.made.steps[step]
         is_number = name == "constant" and args[1] == "int"
         return Index(args[0], False, int(args[0])) if is_number else None
@@ -363,7 +362,7 @@ class _Recorder(DefaultHandler):
             apart = sympy.expand(j - i)
             whole = n.is_Integer and n % self._piece == 0 and apart.is_Integer
             if whole and isinstance(e, Mod | PythonMod | ModularIndexing) and e.args[-1] == 2 * n:
-                index = self.index(i + apart * FloorDiv(e, n))
+                index = index_of(i + apart * FloorDiv(e, n), self._piece)
                 steps[a] = steps[b] = ("load", source, index.text, "lanes", -1)
         return steps
 
@@ -381,17 +380,6 @@ class _Recorder(DefaultHandler):
     def _simplified(self, index: sympy.Expr) -> sympy.Expr:
         index = V.graph.sizevars.simplify_with_ranges(index, self._ranges)
         return index.replace(Identity, lambda x: x) if index.has(Identity) else index
-
-    def index(self, e: sympy.Expr) -> Index:
-        """An index; its symbolic sizes are noted."""
-        found = index_of(e, self._piece)
-        for symbol in filter(lambda part: part.is_Symbol, sympy.preorder_traversal(e)):
-            if symbol in (ROW, COLUMN, *self.sizes):
-                continue
-            if not str(symbol).startswith("s"):
-                raise CannotFuse(f"an index depends on {symbol}, which depends on data")
-            self.sizes.append(symbol)
-        return found
 
 
 def _unwrapped(value: Any) -> Any:

@@ -203,8 +203,8 @@ class FusedLaunches(LaunchNode):
         super().__init__(operands, [*map(unwrapped, buffers_of(members))])
 
     def codegen(self, wrapper: Any) -> None:
-        expression, buffers, sizes = self._found
-        call_args = [*buffers, *map(wrapper.codegen_sizevar, sizes)]
+        expression, buffers = self._found
+        call_args = [*buffers]
         tensors = iter(self._tensors[len(buffers) :])
         sites = [site_of(m, wrapper, tensors, call_args, fixed=True) for m in self._members]
         site = f"q2_FusedCallSite(q2_{expression!r}, ({', '.join(sites)},))"

@@ -5,7 +5,6 @@ operand: 16 bytes of a row, which a thread computes at once (expressions.py)."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import sympy
@@ -35,17 +34,18 @@ def index_of(e: sympy.Expr, piece: int) -> Index:
     """
     if e.is_Integer:
         return Index(str(e) if e >= 0 else f"({e})", False, int(e))
-    if e.is_Symbol:
+    if e in (ROW, COLUMN):
         return Index(str(e), e == COLUMN, piece if e == COLUMN else 1)
-    if isinstance(e, sympy.Pow) and e.exp.is_Integer and e.exp > 0:
-        return _product([index_of(e.base, piece)] * int(e.exp))
+    if e.is_Symbol:
+        raise CannotFuse(f"an index depends on {e}, which is not known")
     parts = [index_of(arg, piece) for arg in e.args]
     counting = [part.lanes for part in parts]
     if e.is_Add and sum(counting) <= 1:
         text = " + ".join(part.text for part in parts)
         return Index(f"({text})", any(counting), math.gcd(*(part.divisor for part in parts)))
     if e.is_Mul and not any(counting):
-        return _product(parts)
+        text = " * ".join(part.text for part in parts)
+        return Index(f"({text})", False, math.prod(part.divisor for part in parts))
     if isinstance(e, FloorDiv):
         return _quotient(*parts, piece)
     if isinstance(e, Mod | PythonMod):
@@ -54,11 +54,6 @@ def index_of(e: sympy.Expr, piece: int) -> Index:
         base, by, modulus = parts
         return _remainder(base if by.text == "1" else _quotient(base, by, piece), modulus, piece)
     raise CannotFuse(f"a read does not go along a row: {e}")
-
-
-def _product(parts: Sequence[Index]) -> Index:
-    text = " * ".join(part.text for part in parts)
-    return Index(f"({text})", False, math.prod(part.divisor for part in parts))
 
 
 def _quotient(base: Index, by: Index, piece: int) -> Index:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from q2compile.runtime_kernels.cuda.call_site import CallSite, JointCallSite
-from q2compile.runtime_kernels.cuda.calls import BoundCall, aligned, bound_once
+from q2compile.runtime_kernels.cuda.calls import BoundCall, aligned
 from q2compile.runtime_kernels.cuda.quantize import fused
 from q2compile.runtime_kernels.cuda.quantize.prologue_expression import PrologueExpression
 from q2compile.runtime_kernels.ops.table import QUANTIZE, QuantizerCall
@@ -38,45 +38,44 @@ class FusedCallSite(JointCallSite):
     def __init__(self, prologue: PrologueExpression, sites: tuple[CallSite, ...]) -> None:
         super().__init__(sites)
         self._prologue = prologue
+        self._bound: BoundCall | None = None
         self._is_separate = False
 
     def enqueue(self, given: Sequence[Any]) -> None:
-        """As CallSite.enqueue. given: the inputs and sizes of the prologue, tensors for the open
-        arguments of each site, then buffers for the wanted outputs of each."""
+        """As CallSite.enqueue. given: the inputs of the prologue, tensors for the open arguments of
+        each site, then buffers for the wanted outputs of each."""
         count = len(self._prologue.inputs)
-        begin = count + len(self._prologue.sizes)
-        inputs, sizes, rest = given[:count], tuple(given[count:begin]), given[begin:]
+        inputs, rest = given[:count], given[count:]
         if not self._is_separate and all(map(aligned, inputs)):
             try:
-                self._bound(inputs, sizes, rest)([*inputs, *rest])
-                return
-            except NotServed:
-                pass
+                self._bound = self._bound or self._bind(inputs, rest)
+                if self._bound is not None:
+                    self._bound(given)
+                    return
             except Exception as error:
                 device = inputs[0].device
                 if not kernels_own(error, QUANTIZE, FUSED, device):
                     raise
                 warn_of_failure(QUANTIZE, FUSED, device, failure_text(error))
             self._is_separate = True
-        self._one_by_one(self._prologue.evaluate(inputs, sizes), rest)
+        self._one_by_one(self._prologue.evaluate(inputs), rest)
 
-    def _bound(
-        self, inputs: Sequence[torch.Tensor], sizes: tuple[int, ...], rest: Sequence[Any]
-    ) -> BoundCall:
-        def make() -> BoundCall:
-            args = self.arguments(rest)
-            like = inputs[0].new_empty((0, self._prologue.cols), dtype=self._prologue.dtype)
-            if serving(QUANTIZE, (like, *args[0][1:])).launching is None:
-                raise NotServed
-            calls = [QuantizerCall.of(QUANTIZE, each) for each in args]
-            plan = fused.fused_plan(self._prologue, inputs, sizes, calls)
-            byte_offsets = [0] * len(inputs)
-            for site, each in zip(self.sites, args, strict=True):
-                byte_offsets += site.byte_offsets(each)
-            wanted = [w for site in self.sites for w in site.wanted]
-            return BoundCall(plan, inputs[0].device.index, wanted, byte_offsets)
-
-        return bound_once((self, sizes), make)
+    def _bind(self, inputs: Sequence[torch.Tensor], rest: Sequence[Any]) -> BoundCall | None:
+        """None where our kernels do not serve the call: Inductor's caches may come from a process
+        with other kernels."""
+        args = self.arguments(rest)
+        like = inputs[0].new_empty((0, self._prologue.cols), dtype=self._prologue.dtype)
+        if serving(QUANTIZE, (like, *args[0][1:])).launching is None:
+            return None
+        calls = [QuantizerCall.of(QUANTIZE, each) for each in args]
+        byte_offsets = [0] * len(inputs)
+        for site, each in zip(self.sites, args, strict=True):
+            byte_offsets += site.byte_offsets(each)
+        wanted = [w for site in self.sites for w in site.wanted]
+        index = inputs[0].device.index
+        return BoundCall(
+            fused.fused_plan(self._prologue, index, calls), index, wanted, byte_offsets
+        )
 
     def _one_by_one(self, matrices: Sequence[torch.Tensor], rest: Sequence[Any]) -> None:
         """Each op by any kernel that serves it, of an operand that torch has computed."""
@@ -84,7 +83,3 @@ class FusedCallSite(JointCallSite):
         for site, x, args in zip(self.sites, matrices, self.arguments(rest), strict=True):
             of_site = [next(buffers) for wanted in site.wanted if wanted]
             site.through_the_dispatcher([x, *args[1:]], of_site)
-
-
-class NotServed(Exception):
-    """Our kernels do not serve the call: Inductor's caches may come from a process with others."""

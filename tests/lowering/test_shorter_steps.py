@@ -27,7 +27,7 @@ def inputs() -> list[torch.Tensor]:
 def value(*steps: Any) -> torch.Tensor:
     """The number of the last step, by torch."""
     dtypes = (torch.float32,) * 3
-    how = (torch.float32, str(ROWS), COLS, dtypes, (), False)
+    how = (torch.float32, ROWS, COLS, dtypes, False)
     (made,) = PrologueExpression(*how, tuple(steps), (len(steps) - 1,)).evaluate(inputs())
     return made
 

@@ -20,12 +20,11 @@ from typing import Any
 import torch
 
 from q2compile.runtime_kernels.cuda import checks
-from q2compile.runtime_kernels.cuda.calls import BoundCall, BufferSlot, LaunchPlan, tensors_of
+from q2compile.runtime_kernels.cuda.calls import BoundCall, LaunchPlan, tensors_of
 from q2compile.runtime_kernels.cuda.check_results import Request
 from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.runtime_kernels.cuda.jit.launch import architecture
 from q2compile.runtime_kernels.cuda.quantize.plan import (
-    BoundPrologue,
     OperandSlots,
     launches,
     quantizer_plan,
@@ -60,36 +59,30 @@ def no_pair(prologue: PrologueExpression, call: QuantizerCall, index: int) -> st
 
 
 def fused_plan(
-    prologue: PrologueExpression,
-    inputs: Sequence[torch.Tensor],
-    sizes: Sequence[int],
-    calls: Sequence[QuantizerCall],
+    prologue: PrologueExpression, index: int, calls: Sequence[QuantizerCall]
 ) -> LaunchPlan:
-    """The launch plan.
+    """The launch plan for CUDA device `index`. Its inputs are those of the prologue, on 16 bytes,
+    then the tensors of calls.
 
-    inputs: of the prologue, on 16 bytes.  sizes: the values of its sizes.
-    calls: for each of its matrices; two have the same scheme and the same transform. The inputs of
-        the plan are `inputs`, then the tensors of calls.
+    calls: for each matrix of the prologue; two have the same scheme and the same transform.
     """
-    count = len(inputs)
-    tensors = count + sum(len(tensors_of(call.positional)) for call in calls)
+    first = count = len(prologue.inputs)
+    output = tensors = count + sum(len(tensors_of(call.positional)) for call in calls)
     operands: list[OperandSlots | None] = []
-    first, output = count, tensors
     for call in calls:
         operands += operand_slots(call, first, output)
         first += len(tensors_of(call.positional))
         output += len(call.outputs)
-    fields: tuple[BufferSlot | int, ...] = (*map(BufferSlot, range(count)), *map(int, sizes))
     return quantizer_plan(
-        inputs[0].device.index,
+        index,
         SOURCES[prologue.dtype],
         calls[0].scheme,
         calls[0].transform,
-        (0, prologue.height(sizes), prologue.cols, 0, 0),
+        (0, prologue.rows, prologue.cols, 0, 0),
         operands,
         tensors,
         x=(0, 0, 0),
-        prologue=BoundPrologue(prologue, fields),
+        prologue=prologue,
         rotates_rows=calls[0].rotates_rows,
     )
 
@@ -167,7 +160,7 @@ def disagreement(
         names = [name for call in calls for name in call.outputs]
 
         def difference() -> str | None:
-            plan = fused_plan(prologue, inputs, (), on_device)
+            plan = fused_plan(prologue, device.index, on_device)
             made = BoundCall(plan, device.index).outputs_of(tensors)
             return difference_of_bits(made, want, names)
 
@@ -202,7 +195,7 @@ def representative(operands: int = 1, dtype: torch.dtype = torch.bfloat16) -> Pr
     )
     inputs = (torch.bfloat16, torch.float32, torch.bfloat16, torch.float32, torch.bool)
     results = (14, 15)[:operands]
-    return PrologueExpression(dtype, str(_ROWS), _COLS, inputs, (), False, steps, results)
+    return PrologueExpression(dtype, _ROWS, _COLS, inputs, False, steps, results)
 
 
 def representative_inputs() -> list[torch.Tensor]:
