@@ -2,11 +2,6 @@
 """From an expression of Inductor's to a prologue expression for our kernel: data from which
 rotate_quantize.cu's source is written (runtime_kernels/cuda/quantize/prologue_expression.py).
 
-    before   buf0 = silu_backward(...)                  a Triton kernel writes it in bf16
-             quantize(buf0, ...)                        and the quantizer reads it back
-    after    quantize(silu_backward(...), ...)          the quantizer computes it in fp32, rounds it
-                                                        to bf16, and goes on as before
-
 `inner_fn` computes the element at row r and column c. It is run once with symbols, under a handler
 that records Inductor's ops as steps. Each op has the precision that it would have in Triton: fp32
 for every float, with a rounding to bf16 only where `to_dtype` is called with
@@ -19,14 +14,6 @@ except for
   x / (1 + exp(-x)) is x * sigmoid(x) here.
 
 These differences are some ulp of fp32, before the rounding to the operand's dtype.
-
-Not fused, each with its reason:
-
-- an operand that is in memory already, or no matrix;
-- a symbolic size, or columns that are not a multiple of a thread's piece (16 bytes);
-- reads that are not along a row of the operand (a transposition, a gather), or not aligned to 16
-  bytes there;
-- dtypes and ops without a rule below.
 """
 
 from __future__ import annotations

@@ -14,12 +14,7 @@ expects that to pay. It reads dh, u and g once. Otherwise they are two calls, wh
 
     after    q2_fused_0(dh, u, g, seed, seed, seed, seed, buf1, buf2, buf3, buf4)
 
-Not fused:
-
-- an operand with another reader (a residual that is saved), which is written anyway;
-- a quantizer with dbias or in groups, whose kernel reads its operand from memory;
-- a graph with a C++ wrapper;
-- any, on a GPU where the self-check of a small fused kernel has failed (cuda/quantize/fused.py).
+Why a quantizer is not fused is noted in the record of the pass.
 """
 
 from __future__ import annotations
@@ -34,6 +29,7 @@ from torch._inductor.virtualized import V
 
 from q2compile.lowering.launch_node import LaunchNode
 from q2compile.lowering.launches import (
+    Launches,
     buffers_of,
     is_tensor,
     launching,
@@ -186,8 +182,7 @@ class FusedLaunches(LaunchNode):
     """Enqueues the launches of one or two quantizers that compute their operands."""
 
     _imports = (
-        "from q2compile.runtime_kernels.cuda.call_site "
-        "import CallSite as q2_CallSite, View as q2_View",
+        *Launches._imports,
         "from q2compile.runtime_kernels.cuda.fused_call_site "
         "import FusedCallSite as q2_FusedCallSite",
         "from q2compile.runtime_kernels.cuda.quantize.prologue_expression "

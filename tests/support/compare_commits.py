@@ -224,12 +224,10 @@ def _fused_cases() -> Iterator[Case]:
         "90_fused_producers": ("producers", {}),
         "120_fused_producers": ("producers", {}),
         "90_fused_rounded": ("producers", emulated),
-        "90_fused_dynamic": ("producers", {"recipe": "nvfp4"}),
     }
     for name, (model, options) in cases.items():
         capability, options = int(name.partition("_")[0]), {**options, "fuse_rotations": True}
-        dynamic = name.endswith("dynamic")
-        yield Case(name, model, capability, options, tokens=(2, 128), dynamic=dynamic)
+        yield Case(name, model, capability, options, tokens=(2, 128))
 
 
 def _cases() -> Iterator[Case]:
@@ -248,6 +246,7 @@ def _cases() -> Iterator[Case]:
         yield Case(f"{capability}_experts", "experts", capability, experts)
         yield Case(f"{capability}_rotary", "rotary", capability, {})
     yield from _fused_cases()
+    yield Case("90_dynamic", "block", 90, {"recipe": "nvfp4"}, tokens=(2, 128), dynamic=True)
     yield Case("90_policy", "block", 90, {"policy": {"down": {"dgrad": "bf16"}, "q": "nvfp4"}})
     for option in ("keep_packed", "recompute_weights", "cache_weights"):
         yield Case(f"90_{option}", "checkpointed", 90, {option: True})
