@@ -89,11 +89,11 @@ def prologue_of(x: ir.TensorBox, *others: ir.TensorBox) -> Prologue:
     recorder = _Recorder({ROW: sympy.Integer(rows), COLUMN: sympy.Integer(cols)}, piece)
     with patch.object(ir.FlexibleLayout, "allow_indexing", True), V.set_ops_handler(recorder):
         loaded = [matrix.make_loader()([ROW, COLUMN]) for matrix in (x, *others)]
-        results = [recorder.step_of(value) for value in loaded]
-    if any(recorder.made.kinds[result] != "float" for result in results):
+        roots = [recorder.step_of(value) for value in loaded]
+    if any(recorder.made.kinds[root] != "float" for root in roots):
         raise CannotFuse("the expression is not floating-point")
     inputs = tuple(recorder.inputs)
-    steps, results = _needed(recorder.with_halves_merged(), results, inputs)
+    steps, results = _needed(recorder.with_halves_merged(), roots, inputs)
     if not inductor_config.emulate_precision_casts:
         made, number = contracted(steps, inputs)
         steps, results = _needed(made, [number[result] for result in results], inputs)

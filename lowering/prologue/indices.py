@@ -47,9 +47,9 @@ def index_of(e: sympy.Expr, piece: int) -> Index:
         text = " * ".join(part.text for part in parts)
         return Index(f"({text})", False, math.prod(part.divisor for part in parts))
     if isinstance(e, FloorDiv):
-        return _quotient(*parts, piece)
+        return _quotient(parts[0], parts[1], piece)
     if isinstance(e, Mod | PythonMod):
-        return _remainder(*parts, piece)
+        return _remainder(parts[0], parts[1], piece)
     if isinstance(e, ModularIndexing):
         base, by, modulus = parts
         return _remainder(base if by.text == "1" else _quotient(base, by, piece), modulus, piece)

@@ -47,7 +47,7 @@ def layout(prologue: PrologueExpression) -> str:
 @functools.lru_cache(maxsize=256)
 def cuda_source(prologue: PrologueExpression) -> str:
     """The text of prologue_expression.cuh."""
-    once, each, kinds = [], [], list[str]()
+    once, each, kinds = list[str](), list[str](), list[str]()
     for i, uniform in enumerate(uniform_steps(prologue.steps)):
         step = prologue.steps[i]
         kinds.append(kind_of(step, kinds, prologue.inputs))
