@@ -47,7 +47,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from training import VOCAB, loss_of, new_model
+from training import HIDDEN, VOCAB, loss_of, new_model
 
 import q2compile
 from q2compile.weight_cache import shard_batch
@@ -191,7 +191,7 @@ def evaluated(attach: Attach) -> Run:
 def read_by_others(attach: Attach) -> Run:
     """Everything besides our graphs that reads weights which FSDP2 keeps gathered after a forward:
     after an evaluation, between forward and backward, after ``unshard`` there, in a hook of the
-    model, in graphs of another backend, in `q2compile.export`, and in the middle of a forward."""
+    model, in graphs of another backend, and in `q2compile.export`."""
     training = Training(*build(root_only=True), attach).steps(3)
     model, read = training.model, training.run.notes.setdefault("read", {})
 
@@ -233,12 +233,40 @@ def read_by_others(attach: Attach) -> Run:
     evaluate("by another backend again")
     compile_blocks(backend="quartet2", options={"inner": "eager"})
     training.steps(1)
-    hook = model.norm.register_forward_pre_hook(
-        torch.compiler.disable(lambda *_: look("in the middle"))
-    )
-    training.steps(1)
-    hook.remove()
-    read.pop("in the middle")  # NaN on a CPU, and no signal
+    return training.done()
+
+
+def read_in_the_middle(attach: Attach) -> Run:
+    """Code that is not compiled reads a block's weight after the block has run. All such reads are
+    errors. A compiled one gets the values."""
+    training = Training(*build(root_only=True), attach).steps(3)
+    model, errors = training.model, training.run.notes.setdefault("errors", {})
+
+    def weight() -> Tensor:
+        return model.layers[0].up.weight
+
+    def look_in_the_backward(module: Any, args: Any, output: Tensor) -> None:
+        output.register_hook(lambda gradient: gradient + 0 * weight().float().norm())
+
+    compiled = torch.compile(torch.square, backend="quartet2", options={"inner": "eager"})
+    x = torch.ones(2, HIDDEN, dtype=torch.bfloat16)
+    reads: dict[str, Any] = {
+        "the model's own forward": lambda *_: nn.functional.linear(x, weight()),
+        "an average's hook": lambda *_: [p.data.clone() for p in model.parameters()],
+        "another module's hook": lambda *_: print(weight()),
+        "a backward": look_in_the_backward,
+        "compiled": lambda *_: training.run.notes.update(squares=compiled(weight()).detach()),
+    }
+    for who, read in reads.items():
+        handle = model.norm.register_forward_hook(torch.compiler.disable(lambda *a, r=read: r(*a)))
+        training.run.notes["values"] = weight().full_tensor().bfloat16()
+        try:
+            training.steps(1)
+        except RuntimeError as error:
+            errors[who] = str(error)
+            model.reshard()
+            training.optimizer.zero_grad()
+        handle.remove()
     return training.done()
 
 
@@ -372,6 +400,7 @@ UNEVEN = {"inner": 131, "policy": None, "masters": torch.bfloat16, "far_apart": 
 SCENARIOS: dict[str, Callable[[Attach], Run]] = {
     "quartet2": simple(LONG),
     "recipes": all_recipes,
+    "fp8": simple(4, recipe="fp8", options={"policy": {"*.down": "quartet2_fp8"}}),
     "fp32_columns": simple(
         4, policy=None, options=EXACT, shard_placement_fn=lambda p: Shard(min(p.ndim - 1, 1))
     ),
@@ -387,6 +416,7 @@ SCENARIOS: dict[str, Callable[[Attach], Run]] = {
     "attached_late": attached_late,
     "evaluated": evaluated,
     "read_by_others": read_by_others,
+    "read_in_the_middle": read_in_the_middle,
     "changed": changed,
     "killed": killed,
     "resumed": resumed,
@@ -404,7 +434,12 @@ ON_FOUR: dict[str, Callable[[Attach], Run]] = {
     "two_dimensional": two_dimensional,
     "expert_parallel": experts("nvfp4", parallel=True),
 }
-ALONE = ("killed", "resumed", "to_two")  # compared with no run, or with one that others have
+ALONE = (
+    "killed",
+    "resumed",
+    "to_two",
+    "read_in_the_middle",
+)  # compared with no run, or with one that others have
 SAME = {
     **dict.fromkeys(("whole_blocks", "offloaded", "attached_late", "not_compilable"), "quartet2"),
     **dict.fromkeys(("uneven_checkpointed", "uneven_kept"), "uneven"),

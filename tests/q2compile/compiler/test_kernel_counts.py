@@ -11,11 +11,11 @@ That losses and gradients keep their bits is shown elsewhere: of share_operands,
 pair_directions in test_passes.py, of part_directions in test_part_directions.py, of keep_packed and
 recompute_weights in test_joint_passes.py, of the two for swizzled scales in test_swizzle_scales.py,
 of quantize_rows_once in test_quantize_rows_once.py, of dequantize_operands in
-test_dequantize_operands.py, of sum_columns, all bits but those of the order of a sum, in test_sum_columns.py, of cache_weights in
-test_weight_cache.py. share_rotations and share_saved_rotations draw other random bits:
-test_share_rotations.py. gather_quantizers only moves calls: test_gather_quantizers.py;
-group_launches only marks them: test_group_launches.py. tests/lowering/test_launch_counts.py counts
-the launches that both save.
+test_dequantize_operands.py, of sum_columns, all bits but those of the order of a sum, in
+test_sum_columns.py, of cache_weights in test_weight_cache.py. share_rotations and
+share_saved_rotations draw other random bits: test_share_rotations.py. gather_quantizers only moves
+calls: test_gather_quantizers.py; group_launches only marks them: test_group_launches.py.
+tests/lowering/test_launch_counts.py counts the launches that both save.
 """
 
 from __future__ import annotations
