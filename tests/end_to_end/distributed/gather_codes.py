@@ -191,7 +191,7 @@ def evaluated(attach: Attach) -> Run:
 def read_by_others(attach: Attach) -> Run:
     """Everything besides our graphs that reads weights which FSDP2 keeps gathered after a forward:
     after an evaluation, between forward and backward, after ``unshard`` there, in a hook of the
-    model, in graphs of another backend, and in `q2compile.export`."""
+    model, in graphs of another backend, in `q2compile.export` and `q2compile.compare`."""
     training = Training(*build(root_only=True), attach).steps(3)
     model, read = training.model, training.run.notes.setdefault("read", {})
 
@@ -225,6 +225,9 @@ def read_by_others(attach: Attach) -> Run:
     path = folder() / f"exported.{attach is no_attach}"
     read["layers"] = q2compile.export(model, path, format="safetensors", **given).layers
     read["layers"] = sorted(read["layers"])
+    tokens = [tokens_of(0)]
+    compared = q2compile.compare(model, tokens, loss=lambda y: loss_of(y, *tokens), alone=False)
+    read["compared"] = [torch.tensor(losses) for losses in compared.losses.values()]
     copies = pickle.loads(pickle.dumps(copy.deepcopy(list(model.parameters()))))
     read["pickled"] = [copied.full_tensor().bfloat16() for copied in copies]
     training.steps(1)
@@ -252,10 +255,10 @@ def read_in_the_middle(attach: Attach) -> Run:
     x = torch.ones(2, HIDDEN, dtype=torch.bfloat16)
     reads: dict[str, Any] = {
         "the model's own forward": lambda *_: nn.functional.linear(x, weight()),
-        "an average's hook": lambda *_: [p.data.clone() for p in model.parameters()],
+        "an average's hook": lambda *_: weight().data.clone(),
         "another module's hook": lambda *_: print(weight()),
-        "a backward": look_in_the_backward,
         "compiled": lambda *_: training.run.notes.update(squares=compiled(weight()).detach()),
+        "a backward": look_in_the_backward,
     }
     for who, read in reads.items():
         handle = model.norm.register_forward_hook(torch.compiler.disable(lambda *a, r=read: r(*a)))
@@ -264,8 +267,9 @@ def read_in_the_middle(attach: Attach) -> Run:
             training.steps(1)
         except RuntimeError as error:
             errors[who] = str(error)
+            model.set_reshard_after_forward(True)  # or FSDP2 does not reshard a root
             model.reshard()
-            training.optimizer.zero_grad()
+            model.set_reshard_after_forward(False)
         handle.remove()
     return training.done()
 
