@@ -31,31 +31,27 @@ class WithheldMemory:
     """Memory for a tensor whose values are not there: reading it is an error.
 
     A torch built with CUDA raises ``message`` in the op that reads, on every device. One without
-    can't: there the memory is zeros that the system hands out when they are first read, and `check`
-    raises afterwards if it has done so.
+    can't. There the memory is zeros, which the system hands out when they are first read, and
+    `check` raises afterwards if it has done so.
 
     tensor  of the shape, strides, dtype and device of ``like``, in this memory
     """
 
     def __init__(self, like: Tensor, message: str) -> None:
         self._message, self._pages = message, 0
+        size = max(like.numel() * like.itemsize, 1)
         with torch.inference_mode(False):
-            if like.device.type == "cpu" and _raise_where_read is None:
-                size = max(like.numel() * like.itemsize, 1)
-                self._mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-                flat = torch.frombuffer(self._mapped, dtype=like.dtype)
-                self.tensor = flat.as_strided(like.shape, like.stride())
-                # A system that calls all pages resident, as gVisor does, can't tell which are read.
-                pages = -(-size // mmap.PAGESIZE)
-                self._pages = 0 if self._is_resident(pages) else pages
-                return
-            self.tensor = torch.empty_strided(
-                like.shape, like.stride(), dtype=like.dtype, device=like.device
-            )
-            storage = self.tensor.untyped_storage()
-            storage.resize_(0)
             if _raise_where_read is not None:
-                _raise_where_read(storage._cdata, message)
+                storage = torch._C._construct_storage_from_data_pointer(0, like.device, size)
+                self.tensor = like.new_empty(0).set_(storage, 0, like.shape, like.stride())
+                _raise_where_read(self.tensor.untyped_storage()._cdata, message)
+                return
+            self._mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            flat = torch.frombuffer(self._mapped, dtype=like.dtype)
+            self.tensor = flat.as_strided(like.shape, like.stride())
+        # A system that calls all pages resident, as gVisor does, can't tell which are read.
+        pages = -(-size // mmap.PAGESIZE)
+        self._pages = 0 if self._is_resident(pages) else pages
 
     def check(self) -> None:
         """Raise RuntimeError if the memory was read, and the op that read it did not raise it."""

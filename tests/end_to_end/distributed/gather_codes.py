@@ -251,13 +251,18 @@ def read_in_the_middle(attach: Attach) -> Run:
     def look_in_the_backward(module: Any, args: Any, output: Tensor) -> None:
         output.register_hook(lambda gradient: gradient + 0 * weight().float().norm())
 
-    compiled = torch.compile(torch.square, backend="quartet2", options={"inner": "eager"})
+    square = torch.compile(torch.square, backend="quartet2", options={"inner": "eager"})
+
+    @torch.no_grad()
+    def compiled(*_: Any) -> None:
+        training.run.notes["squares"] = square(weight())
+
     x = torch.ones(2, HIDDEN, dtype=torch.bfloat16)
     reads: dict[str, Any] = {
         "the model's own forward": lambda *_: nn.functional.linear(x, weight()),
         "an average's hook": lambda *_: weight().data.clone(),
         "another module's hook": lambda *_: print(weight()),
-        "compiled": lambda *_: training.run.notes.update(squares=compiled(weight()).detach()),
+        "compiled": compiled,
         "a backward": look_in_the_backward,
     }
     for who, read in reads.items():
