@@ -26,10 +26,10 @@ from typing import Any, Literal
 from torch import fx
 
 from q2compile.passes.joint.anchor_seeds import anchor_seeds_pass
-from q2compile.passes.joint.gather_codes import gather_codes_pass, gathering_notes
 from q2compile.passes.joint.gather_scattered import gather_scattered_pass
 from q2compile.passes.joint.keep_packed import keep_packed_pass
 from q2compile.passes.joint.own_seeds import own_seeds_pass
+from q2compile.passes.joint.quantize_rows_once import quantize_rows_once_pass, rows_once_notes
 from q2compile.passes.joint.quantize_shards import quantize_shards_pass, shards_notes
 from q2compile.passes.joint.recompute_mask import recompute_mask_pass
 from q2compile.passes.joint.recompute_weights import recompute_weights_pass
@@ -120,11 +120,11 @@ PASSES: tuple[Pass, ...] = (
         takes=lambda w: (w.seed,),
     ),
     _joint("gather_scattered", gather_scattered_pass),
-    # Ahead of gather_codes: views of one x become one.
+    # Before quantize_rows_once: views of one x become one.
     _joint("share_operands", share_operands_pass, when=lambda w: w.random_forward),
     _joint("quantize_shards", quantize_shards_pass, notes=shards_notes),
     # Before the passes that introduce schemes it does not know.
-    _joint("gather_codes", gather_codes_pass, notes=gathering_notes),
+    _joint("quantize_rows_once", quantize_rows_once_pass, notes=rows_once_notes),
     _joint("share_saved_rotations", share_saved_rotations_pass, when=lambda w: w.random_forward),
     # After those, which do not know the schemes that it introduces.
     _joint("swizzle_saved_scales", swizzle_saved_scales_pass),
@@ -134,7 +134,7 @@ PASSES: tuple[Pass, ...] = (
     _joint("recompute_weights", recompute_weights_pass, when=lambda w: w.recompute_weights),
     # These four for inference: in training the joint passes have done it.
     _post_grad("gather_scattered", gather_scattered_pass),
-    _post_grad("gather_codes", gather_codes_pass, notes=gathering_notes),
+    _post_grad("quantize_rows_once", quantize_rows_once_pass, notes=rows_once_notes),
     _post_grad("share_operands", share_operands_pass),
     _post_grad("quantize_shards", quantize_shards_pass, notes=shards_notes),
     _post_grad("merge_seeds", merge_seeds_pass),

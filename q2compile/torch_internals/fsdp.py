@@ -26,6 +26,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
+from q2compile.torch_internals.storage import WithheldMemory
+
 # Its name from torch 2.13 on, where the older one warns.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _BEFORE, _AFTER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
@@ -208,13 +210,21 @@ class Wire:
     before() returns what this rank sends, bytes [rows, n], and whether the values are to be
     gathered, too; None for the values alone. It is asked in each gather.
 
+    As long as the buffers alone are gathered, the parameter has memory whose reading raises
+    RuntimeError(message). FSDP2 has no hook for the moment at which it frees a parameter. But it
+    asks each tensor that it frees for its storage, so the last of them is a `_WhenFreed`.
+
     FSDP2 puts values of shards along another dimension than 0 in order behind the gather, and can't
     do that with tensors of other shapes. So in a gather with codes the record says 0, and
     ``_post`` puts values in order.
     """
 
-    def __init__(self, record: Any, before: Callable[[], tuple[list[Tensor], bool] | None]) -> None:
-        self._record, self._before = record, before
+    def __init__(
+        self, record: Any, before: Callable[[], tuple[list[Tensor], bool] | None], message: str
+    ) -> None:
+        self._record, self._before, self._message = record, before, message
+        self._withheld: WithheldMemory | None = None
+        self._own: Tensor | None = None  # the parameter in its own memory, while it has the other
         self._values: list[Tensor] = []  # what FSDP2 gathers values into
         self._buffers: list[Tensor] = []  # what the ranks send is gathered into
         self._sent: list[torch.Size] = []
@@ -240,6 +250,9 @@ class Wire:
             setattr(local, _AFTER, self._post)
             for name in _COPIES:
                 setattr(local, name, partial(_copied_plain, local, name))
+            parameter = gathered_parameter(self._record)
+            if self._withheld is None and parameter is not None:
+                self._withheld = WithheldMemory(local_part(parameter), self._message)
             if self._record.offload_to_cpu:
                 # FSDP2 looks the two up on a copy on the GPU, which has no attributes.
                 setattr(local, _MOVE, lambda *args, **kwargs: local)
@@ -292,22 +305,39 @@ class Wire:
             self._put_in_order()
         self._record.all_gather_outputs = list(self._values)
         self._record._unsharded_inner_tensors = list(self._buffers) if self.received else []
-        if not self.has_values and self._values[0].device.type == "cpu":
-            self._fill_with_nan()
+        if self.has_values:
+            self._give_back()
+        else:
+            self._withhold()
+            self._record._unsharded_inner_tensors.append(_WhenFreed(self._give_back))
 
-    def _fill_with_nan(self) -> None:
-        """A kernel of a CPU that reads a parameter without memory ends the process. No error can be
-        raised there, so what code besides our graphs reads in the middle of a forward is NaN."""
-        (values,) = self._values
-        values.untyped_storage().resize_(values.numel() * values.itemsize)
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(values):
-            values.fill_(torch.nan)
+    def _withhold(self) -> None:
+        parameter = gathered_parameter(self._record)
+        if self._own is None and self._withheld is not None and parameter is not None:
+            local = local_part(parameter)
+            with torch.inference_mode(False):
+                self._own = local.data
+                local.data = self._withheld.tensor
+
+    def _give_back(self) -> None:
+        parameter = gathered_parameter(self._record)
+        if self._own is not None and parameter is not None:
+            with torch.inference_mode(False):
+                local_part(parameter).data = self._own
+            self._own = None
+        self.check()
+
+    def check(self) -> None:
+        """Raise RuntimeError if the parameter was read without values (`WithheldMemory`)."""
+        if self._withheld is not None:
+            self._withheld.check()
 
     def gather_values(self) -> None:
         """Where the buffers alone were gathered, gather the values as well: a collective, which
         all ranks have to begin at this place."""
         if self.has_values:
             return
+        self._give_back()
         record = self._record
         (values,) = self._values
         values.untyped_storage().resize_(values.numel() * values.itemsize)
@@ -326,6 +356,17 @@ class Wire:
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(values):
             shards = values.view(-1, *shape).unbind()
             values.copy_(torch.cat(shards, dim).view(-1))
+
+
+class _WhenFreed:
+    """In the place of a tensor, for FSDP2: calls ``then`` when it is freed."""
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        self._then = then
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        self._then()
+        return torch.UntypedStorage(0)
 
 
 def _copied_plain(shard: Tensor, method: str, *args: Any) -> Any:

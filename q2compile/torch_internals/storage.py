@@ -1,9 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who holds the memory of a tensor, and which tensors share it."""
+"""Who holds the memory of a tensor, which tensors share it, and memory that may not be read."""
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+
 import torch
+from torch import Tensor
+
+# The bindings of torch builds without CUDA lack it.
+_raise_where_read = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
 
 
 def has_other_holders(storage: torch.UntypedStorage) -> bool:
@@ -18,3 +25,42 @@ def has_other_holders(storage: torch.UntypedStorage) -> bool:
 def share_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether both are views of one memory; fake tensors have some, too."""
     return bool(torch._C._is_alias_of(one, other))  # type: ignore[attr-defined]
+
+
+class WithheldMemory:
+    """Memory for a tensor whose values are not there: reading it is an error.
+
+    A torch built with CUDA raises ``message`` in the op that reads, on every device. One without
+    can't. There the memory is zeros, which the system hands out when they are first read, and
+    `check` raises afterwards if it has done so.
+
+    tensor  of the shape, strides, dtype and device of ``like``, in this memory
+    """
+
+    def __init__(self, like: Tensor, message: str) -> None:
+        self._message, self._pages = message, 0
+        size = max(like.numel() * like.itemsize, 1)
+        with torch.inference_mode(False):
+            if _raise_where_read is not None:
+                storage = torch._C._construct_storage_from_data_pointer(0, like.device, size)
+                self.tensor = like.new_empty(0).set_(storage, 0, like.shape, like.stride())
+                _raise_where_read(self.tensor.untyped_storage()._cdata, message)
+                return
+            self._mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            flat = torch.frombuffer(self._mapped, dtype=like.dtype)
+            self.tensor = flat.as_strided(like.shape, like.stride())
+        # A system that calls all pages resident, as gVisor does, can't tell which are read.
+        pages = -(-size // mmap.PAGESIZE)
+        self._pages = 0 if self._is_resident(pages) else pages
+
+    def check(self) -> None:
+        """Raise RuntimeError if the memory was read, and the op that read it did not raise it."""
+        if self._pages and self._is_resident(self._pages):
+            self._mapped.madvise(mmap.MADV_DONTNEED)  # as new
+            raise RuntimeError(self._message)
+
+    def _is_resident(self, pages: int) -> bool:
+        found = (ctypes.c_ubyte * pages)()
+        address = ctypes.c_void_p(self.tensor.data_ptr())
+        ctypes.CDLL(None).mincore(address, ctypes.c_size_t(pages * mmap.PAGESIZE), found)
+        return any(page & 1 for page in found)

@@ -63,9 +63,9 @@ def gather_codes(model: nn.Module) -> int:
     Other readers get values. A module that runs without its compiled graph gathers them; with
     graphs of another backend all weights are gathered as values, too; after a forward that no
     backward follows the weights that FSDP2 keeps gathered hold values, and between a forward and
-    its backward their modules show the shards. Only code that is not compiled and reads a module's
-    weight in the middle of a forward or a backward, past the module's own forward, gets none: on a
-    CPU it reads NaN. Such code should read before the forward, or after ``module.reshard()``.
+    its backward their modules show the shards. Code that is not compiled and reads a module's
+    weight in the middle of a forward or a backward, after the module's own forward, gets a
+    RuntimeError: it should read before the forward, or be compiled.
 
     This is a function, and no option of the backend: options belong to one compiled part of a model
     and are first seen in the middle of a forward, after its first gathers. Ranks with different

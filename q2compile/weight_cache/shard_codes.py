@@ -161,15 +161,18 @@ def fill(rows: Tensor, count: int, operand: str, value: Tensor) -> None:
 
 
 def parts(operand: str) -> int:
-    """How many tensors describe a weight: codes, block scales, the global scale, QuEST's mask."""
-    return 3 + scheme_of(operand).masked
+    """How many tensors describe a shard: the global scale, and the results of `of_shard`."""
+    scheme = scheme_of(operand)
+    return 2 + scheme.has_block_scales + scheme.masked
 
 
 def of_shard(parts: Sequence[Tensor], count: int, operand: str) -> list[Tensor]:
-    """Bytes of the first ``count`` rows: codes, block scales, QuEST's mask."""
+    """Bytes of the first ``count`` rows: codes, block scales if there are any, QuEST's mask."""
     codes, scales, _, *mask = parts
-    height = scheme_of(operand).block[0]
-    own = [codes[:count], scales[: count // height], *(m[:count] for m in mask)]
+    scheme = scheme_of(operand)
+    own = [codes[:count], *(m[:count] for m in mask)]
+    if scheme.has_block_scales:
+        own.insert(1, scales[: count // scheme.block[0]])
     return [t.view(torch.uint8) for t in own]
 
 
@@ -177,8 +180,10 @@ def of_whole(received: Sequence[Tensor], layout: ShardLayout, operand: str) -> l
     """The results of `of_shard` of all shards, as codes, scales (and mask) of the whole weight."""
     scheme = scheme_of(operand)
     dtype = torch.float8_e8m0fnu if scheme.format == "mxfp4" else torch.float8_e4m3fn
-    codes, scales, *mask = received
     if not scheme.has_block_scales:
-        return [layout.joined(codes, 1).view(scheme.codes_dtype), scales.view(dtype)]
+        (codes,) = received
+        none = codes.new_empty((0, 0)).view(dtype)
+        return [layout.joined(codes, 1).view(scheme.codes_dtype), none]
+    codes, scales, *mask = received
     scales = layout.joined(scales, scheme.block[0]).view(dtype)
     return [layout.joined(codes, 1), scales, *(layout.joined(m, 1) for m in mask)]

@@ -23,6 +23,12 @@ Make = Callable[[Tensor], Sequence[Tensor]]
 Compile = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 # A rank's last read of a weight, if it did not read codes.
 UNREAD, VALUES = 0, 1
+_WITHHELD = (
+    "gather_codes: {name!r} was read in the middle of a forward or a backward by code that is not "
+    "compiled, where only its codes are gathered. Read its values before the forward "
+    "(parameter.full_tensor()), or compile the code that reads it with backend='quartet2', for "
+    "which the values are gathered, too"
+)
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,7 @@ class ShardedWeight:
         self.wanted: RequestedCodes | None = None
         self.read = False
         self.agreed: RequestedCodes | None = None
-        self._wire = fsdp.Wire(record, self._before_gather)
+        self._wire = fsdp.Wire(record, self._before_gather, _WITHHELD.format(name=name))
         self._sent: list[Tensor] = []  # this rank's codes, of the last forward
         self._global_scale: Tensor | None = None
         self._views: tuple[Any, ...] | None = None  # of `_whole`
@@ -116,6 +122,7 @@ class ShardedWeight:
         """
         if self._wire.has_values or not fsdp.is_gathered(self.record):
             return False
+        self._wire.check()
         if not has_backward:
             if fsdp.is_kept(self.group):
                 self.gather_values()

@@ -23,6 +23,7 @@ from q2compile.tools.compare.measurements import ModuleError
 from q2compile.tools.compare.probe import Probes, Run
 from q2compile.tools.worst_layers import kinds_of
 from q2compile.torch_internals.dynamo import not_compiled, original_module
+from q2compile.torch_internals.fsdp import values_too
 
 _BF16 = Run(gemms=())
 
@@ -77,7 +78,7 @@ def compare(
     # Sizes are numbers, so that costs are: a second shape is compiled anew.
     compiled = torch.compile(model, backend=probes.backend, dynamic=False)
     runs = _Runs(model, compiled, probes, loss or _loss_of)
-    with not_compiled(model):
+    with not_compiled(model), values_too():  # not the codes that `gather_codes` gathers
         with as_it_was(model):
             comparison = runs.compare(batches, config, alone)
         if optimizer is not None:

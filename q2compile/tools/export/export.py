@@ -19,7 +19,7 @@ from q2compile.tools.export import activations as recorded
 from q2compile.tools.export.formats import ACTIVATIONS, DYNAMIC, FORMATS, STATIC, Format, format_for
 from q2compile.tools.export.inputs import traced
 from q2compile.tools.export.job import Exported, Job
-from q2compile.tools.export.options import options_of_training
+from q2compile.tools.export.options import compiled_parts, options_of_training
 from q2compile.tools.export.ranks import on_rank_0
 from q2compile.tools.export.shards import checked_folder, size_in_bytes
 from q2compile.tools.export.traced import Trace
@@ -55,7 +55,7 @@ def export(
             ``calibration`` or ``telemetry``; "dynamic" where the format knows it (MXFP4).
         options: those of the training, as for torch.compile. By default those that the model was
             compiled with in this process, by itself or in a function; for any other model those of
-            the file that Q2COMPILE_CONFIG names.
+            the file that Q2COMPILE_CONFIG names. If only parts were compiled, the rest is left.
         example_inputs: what the model is called with, once: a mapping of keyword arguments, a tuple
             of arguments, or one argument. Not needed for models of transformers that take tokens
             and pictures only.
@@ -93,6 +93,8 @@ def export(
     config = options_of_training(compiled, options)
     amax = recorded.of_telemetry(telemetry) if telemetry is not None else {}
     found = traced(model, config, example_inputs, calibration, autocast)
+    if options is None and (parts := compiled_parts(compiled)):
+        found.leave_outside_of(parts)
     fmt = _checked_format(found, format, activations, autocast)
     job = Job(
         model=model,

@@ -26,7 +26,7 @@ def options_of_training(model: nn.Module, given: Mapping[str, Any] | Config | No
     if given is not None:
         return _of_weights(Config.from_options(given))
     known = options_of(model)
-    found = _of_compiled_modules(model) or [config for config, _ in known]
+    found = _of_compiled_modules(model) or [config for config, *_ in known]
     found = list({resolved_policy(config): config for config in found}.values())
     if len(found) > 1:
         raise ConfigError(
@@ -34,11 +34,20 @@ def options_of_training(model: nn.Module, given: Mapping[str, Any] | Config | No
             "pass options= with one policy for the whole model"
         )
     if found:
-        _check_names({place for _, place in known}, found[0])
+        _check_names({place for _, place, _ in known}, found[0])
         return _of_weights(found[0])
     if is_config_file_named():
         return _of_weights(Config.from_options())
     raise options_not_known(model)
+
+
+def compiled_parts(model: nn.Module) -> list[str]:
+    """The names of the modules that were compiled, if it was not the whole model: the training ran
+    what is in none of them as it is. [] for a whole model, or if nothing is known."""
+    named = model.named_modules(remove_duplicate=False)
+    parts = {plain_name(name) for name, m in named if compile_arguments(m, quartet2)}
+    parts |= {"" if part is None else part for *_, part in options_of(model)}
+    return [] if "" in parts else sorted(parts)
 
 
 def _check_names(places: set[str], config: Config) -> None:

@@ -95,6 +95,12 @@ class Trace:
         if use not in uses:
             uses.append(use)
 
+    def leave_outside_of(self, parts: Sequence[str]) -> None:
+        """Leave the weights that none of these modules holds."""
+        for name in [n for n in self.uses if not any(n.startswith(f"{p}.") for p in parts)]:
+            for use in self.uses.pop(name):
+                self.left[use.site] = "it is in no module that was compiled"
+
     def see(self, x: Tensor, sites: Sequence[str], dtype: torch.dtype) -> None:
         """The activations of a matmul."""
         with torch.no_grad():

@@ -191,7 +191,7 @@ def evaluated(attach: Attach) -> Run:
 def read_by_others(attach: Attach) -> Run:
     """Everything besides our graphs that reads weights which FSDP2 keeps gathered after a forward:
     after an evaluation, between forward and backward, after ``unshard`` there, in a hook of the
-    model, in graphs of another backend, in `q2compile.export`, and in the middle of a forward."""
+    model, in graphs of another backend, in `q2compile.export` and `q2compile.compare`."""
     training = Training(*build(root_only=True), attach).steps(3)
     model, read = training.model, training.run.notes.setdefault("read", {})
 
@@ -225,6 +225,9 @@ def read_by_others(attach: Attach) -> Run:
     path = folder() / f"exported.{attach is no_attach}"
     read["layers"] = q2compile.export(model, path, format="safetensors", **given).layers
     read["layers"] = sorted(read["layers"])
+    tokens = [tokens_of(0)]
+    compared = q2compile.compare(model, tokens, loss=lambda y: loss_of(y, *tokens), alone=False)
+    read["compared"] = [torch.tensor(losses) for losses in compared.losses.values()]
     copies = pickle.loads(pickle.dumps(copy.deepcopy(list(model.parameters()))))
     read["pickled"] = [copied.full_tensor().bfloat16() for copied in copies]
     training.steps(1)
@@ -232,13 +235,20 @@ def read_by_others(attach: Attach) -> Run:
     evaluate("by another backend")
     evaluate("by another backend again")
     compile_blocks(backend="quartet2", options={"inner": "eager"})
-    training.steps(1)
-    hook = model.norm.register_forward_pre_hook(
-        torch.compiler.disable(lambda *_: look("in the middle"))
-    )
-    training.steps(1)
-    hook.remove()
-    read.pop("in the middle")  # NaN on a CPU, and no signal
+    training.steps(2)  # the first has what the evaluation has gathered
+    return training.done()
+
+
+def read_in_the_middle(attach: Attach) -> Run:
+    """Code that is not compiled reads a block's weight after the block has run."""
+    training = Training(*build(root_only=True), attach).steps(3)
+    model = training.model
+    average = torch.compiler.disable(lambda *_: model.layers[0].up.weight.data.clone())
+    model.norm.register_forward_pre_hook(lambda *args: (average(), None)[1])
+    try:
+        training.steps(1)
+    except RuntimeError as error:
+        training.run.notes["error"] = str(error)
     return training.done()
 
 
@@ -372,6 +382,7 @@ UNEVEN = {"inner": 131, "policy": None, "masters": torch.bfloat16, "far_apart": 
 SCENARIOS: dict[str, Callable[[Attach], Run]] = {
     "quartet2": simple(LONG),
     "recipes": all_recipes,
+    "fp8": simple(4, recipe="fp8", options={"policy": {"*.down": "quartet2_fp8"}}),
     "fp32_columns": simple(
         4, policy=None, options=EXACT, shard_placement_fn=lambda p: Shard(min(p.ndim - 1, 1))
     ),
@@ -387,6 +398,7 @@ SCENARIOS: dict[str, Callable[[Attach], Run]] = {
     "attached_late": attached_late,
     "evaluated": evaluated,
     "read_by_others": read_by_others,
+    "read_in_the_middle": read_in_the_middle,
     "changed": changed,
     "killed": killed,
     "resumed": resumed,
@@ -404,7 +416,12 @@ ON_FOUR: dict[str, Callable[[Attach], Run]] = {
     "two_dimensional": two_dimensional,
     "expert_parallel": experts("nvfp4", parallel=True),
 }
-ALONE = ("killed", "resumed", "to_two")  # compared with no run, or with one that others have
+ALONE = (
+    "killed",
+    "resumed",
+    "to_two",
+    "read_in_the_middle",
+)  # compared with no run, or with one that others have
 SAME = {
     **dict.fromkeys(("whole_blocks", "offloaded", "attached_late", "not_compilable"), "quartet2"),
     **dict.fromkeys(("uneven_checkpointed", "uneven_kept"), "uneven"),

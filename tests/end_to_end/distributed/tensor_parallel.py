@@ -38,6 +38,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
 from several_gpus import Redundant
 
 EAGER: dict[str, Any] = {"inner": "eager"}
+# Each recipe in a column-wise layer; one in the row-wise one, one in a redundant one.
+FP8: dict[str, Any] = {
+    "recipe": "fp8",
+    "policy": {"*.gate": "quartet2_fp8", "*.down": "quartet2_fp8"},
+}
 
 
 def tensor_parallel(
@@ -127,6 +132,7 @@ ON_2_RANKS: dict[str, Callable[[], Result]] = {
     ),
     "sequence": lambda: whole(sequence_parallel, EAGER),
     "sequence_bf16": lambda: whole(sequence_parallel, {**EAGER, "recipe": "bf16"}),
+    "fp8": lambda: whole(tensor_parallel, {**EAGER, **FP8}),
     "uneven": lambda: whole(uneven, EAGER),
     "embedding_outside": lambda: embedding_outside(wait=False),
     "embedding_outside_waited_for": lambda: embedding_outside(wait=True),

@@ -27,6 +27,7 @@ from tests.end_to_end.distributed.ranks import run as run_worker
 WORKERS = Path(__file__).parent
 sys.path.insert(0, str(WORKERS))
 
+from tensor_parallel import FP8  # noqa: E402
 from training import INNER, LAYERS, STEPS, UNEVEN, Result, new_model, train  # noqa: E402
 
 # Relative. fp32 sums of up to 128 terms in another order: 128 * 2**-24 at most.
@@ -227,20 +228,28 @@ def test_activation_checkpointing_changes_nothing(data_parallel: dict[str, Ranks
 
 
 @pytest.mark.parametrize(
-    ("scenario", "autocast"),
-    [("tensor", False), ("tensor_autocast_seed", True), ("sequence", False)],
+    ("scenario", "how", "tolerance"),
+    [
+        ("tensor", {}, FP32_SUMS),
+        ("tensor_autocast_seed", {"autocast": True}, BF16_ACTIVATIONS),
+        ("sequence", {}, FP32_SUMS),
+        ("fp8", FP8, BF16_ACTIVATIONS),  # its forward rounds to nearest: no spread of random bits
+    ],
 )
 def test_tensor_parallel(
-    scenario: str, autocast: bool, tensor_parallel: dict[str, Ranks], one_process: OneProcess
+    scenario: str,
+    how: dict[str, Any],
+    tolerance: float,
+    tensor_parallel: dict[str, Ranks],
+    one_process: OneProcess,
 ) -> None:
     ranks = tensor_parallel[scenario]
-    tolerance = BF16_ACTIVATIONS if autocast else FP32_SUMS
-    single = one_process(layers=1, autocast=autocast)
+    single = one_process(layers=1, **how)
     assert_trains_alike(ranks, single, one_process(None, layers=1)[0], tolerance)
     assert taken(ranks[0]) == taken(ranks[1]) == [*BLOCKS[:3], "head"]
 
 
-@pytest.mark.parametrize("scenario", ["tensor", "tensor_autocast_seed"])
+@pytest.mark.parametrize("scenario", ["tensor", "tensor_autocast_seed", "fp8"])
 def test_redundant_compute_draws_the_same_random_bits(
     scenario: str, tensor_parallel: dict[str, Ranks]
 ) -> None:

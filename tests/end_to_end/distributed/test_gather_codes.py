@@ -26,7 +26,7 @@ from training import HIDDEN, LAYERS, VOCAB
 Found = list[dict[str, Any]]  # of each rank: scenario -> Run
 FORMS = ["quartet2", "recipes", "whole_blocks", "uneven_checkpointed", "uneven_kept", "changed"]
 FORMS += ["attached_late", "evaluated", "fp32_columns", "not_compiled", "bare", "experts_rows"]
-FORMS += ["offloaded", "not_compilable", "read_by_others"]
+FORMS += ["offloaded", "not_compilable", "read_by_others", "fp8"]
 IN_GRAPH = ["in_graph", "in_graph_experts"]
 FOUR = ["recipes", "hsdp", "two_dimensional", "expert_parallel"]
 FAULTS = ["fault_policy", "fault_model", "fault_attach"]
@@ -36,6 +36,7 @@ BYTES = dict.fromkeys(("quartet2", "quartet2_search", "tetrajet2"), 0.5 + 1 / 16
 BYTES["nvfp4"] = 0.5 + 1 / 256
 BYTES["quartet"] = 0.5 + 1 / 32 + 1 / 8
 BYTES["mxfp4_2d"] = 0.5 + 1 / 1024
+BYTES["fp8"] = 1
 
 
 def run(folder: Path, ranks: int, names: list[str], killed: bool = False) -> Found:
@@ -51,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two(folder: Path) -> Found:
-    return run(folder, 2, [*FORMS, *IN_GRAPH, "killed"], killed=True)
+    return run(folder, 2, [*FORMS, *IN_GRAPH, "read_in_the_middle", "killed"], killed=True)
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +174,14 @@ def test_bytes_of_columns_and_of_tensor_parallel_parts(two: Found, four: Found) 
     assert run.bytes[0] - run.bytes[-1] == (2 - BYTES["quartet2"]) * PAIR
 
 
+def test_bytes_of_fp8(two: Found) -> None:
+    """A code of one byte for each element, and no scale."""
+    for rank in two:
+        run = rank["fp8"]
+        assert run.bytes[0] - run.bytes[-1] == (2 - BYTES["fp8"]) * PAIR
+        assert run.why["layers.0.up"] == run.why["layers.0.down"] == "gathers codes"
+
+
 def test_codes_are_gathered_again_after_a_change(two: Found) -> None:
     """After graphs that read values, after evaluations, after shards in other tensors."""
     codes = two[0]["quartet2"].bytes[-1]
@@ -236,6 +245,14 @@ def test_other_readers_get_values(two: Found) -> None:
             same = when == "layers" or all(map(torch.equal, got, want))
             assert same and len(got) == len(want), when
         assert run.bytes[2] == run.bytes[-1] < 0.5 * run.bytes[0]
+
+
+def test_a_read_in_the_middle_is_an_error(two: Found) -> None:
+    """It names the weight. A torch without CUDA raises it at the end of the forward."""
+    for rank in two:
+        run = rank["read_in_the_middle"]
+        assert not run.error, run.error
+        assert run.notes["error"].startswith("gather_codes: 'layers.0.up.weight' was read in the m")
 
 
 def test_a_gather_by_hand_gives_values(two: Found) -> None:

@@ -9,9 +9,10 @@ q2.gemm launches before the product have the name of their .cu file.
 
 That losses and gradients keep their bits is shown elsewhere: of share_operands, merge_seeds and
 pair_directions in test_passes.py, of keep_packed and recompute_weights in test_joint_passes.py, of
-the two for swizzled scales in test_swizzle_scales.py, of gather_codes in test_gather_codes.py, of
-dequantize_operands in test_dequantize_operands.py, of sum_columns, all bits but those of the order
-of a sum, in test_sum_columns.py, of cache_weights in test_weight_cache.py. share_rotations and
+the two for swizzled scales in test_swizzle_scales.py, of quantize_rows_once in
+test_quantize_rows_once.py, of dequantize_operands in test_dequantize_operands.py, of sum_columns,
+all bits but those of the order of a sum, in test_sum_columns.py, of cache_weights in
+test_weight_cache.py. share_rotations and
 share_saved_rotations draw other random bits: test_share_rotations.py. gather_quantizers only moves
 calls: test_gather_quantizers.py; group_launches only marks them: test_group_launches.py.
 tests/lowering/test_launch_counts.py counts the launches that both save.
@@ -159,7 +160,7 @@ def _left_out(names: list[str]) -> dict[str, Any]:
 
 
 ROWS = [
-    _pass("gather_codes", model=Routed, training=False),
+    _pass("quantize_rows_once", model=Routed, training=False),
     _pass("share_operands", model=Heads, training=False),
     _pass("merge_seeds"),
     _pass("pair_directions"),
@@ -169,7 +170,7 @@ ROWS = [
     _pass("unrotate_in_gemm", "quartet", capability=BLACKWELL),
     _pass("sum_columns", model=Biased),
     _joint_pass("share_operands", "nvfp4", cse=False),
-    _joint_pass("gather_codes", "quartet2", model=Routed),
+    _joint_pass("quantize_rows_once", "quartet2", model=Routed),
     _joint_pass("share_saved_rotations", "nvfp4"),
     _joint_pass("swizzle_saved_scales", "quartet2", capability=BLACKWELL),
     _option("keep_packed", model=Mlp),
@@ -305,7 +306,7 @@ class TestKernelCounts(TestCase):
         self.assertExpectedInline(
             table("post-grad"),
             """\
-gather_codes (post-grad)
+quantize_rows_once (post-grad)
   forward   q2.quantize 3 -> 4, q2.split_scales 1 -> 0, inputs 5, mm 1, q2.dequantize 4,
             q2.grouped_mm 1, triton 2
 
@@ -357,7 +358,7 @@ share_operands (joint)
   backward  inputs 21 -> 17, q2.dequantize 5 -> 4, aten.randint 1, mm 5, q2.quantize 3,
             q2.transpose 2, triton 2
 
-gather_codes (joint)
+quantize_rows_once (joint)
   forward   q2.quantize 3 -> 4, q2.split_scales 1 -> 0, triton 3 -> 2, inputs 5, mm 1,
             q2.dequantize 4, q2.grouped_mm 1
   backward  triton 3 -> 7, aten.randint 1, inputs 12, mm 1, q2.grouped_mm 2, q2.padded_ends 1,

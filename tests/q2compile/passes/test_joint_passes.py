@@ -135,7 +135,7 @@ def test_the_runner_runs_what_is_asked_for_and_leaves_inference_graphs():
         ("joint", "anchor_seeds", 0),
         ("joint", "gather_scattered", 0),
         ("joint", "quantize_shards", 0),
-        ("joint", "gather_codes", 0),
+        ("joint", "quantize_rows_once", 0),
         ("joint", "swizzle_saved_scales", 0),
         ("joint", "recompute_mask", 0),
         ("joint", "recompute_weights", 1),
@@ -156,12 +156,13 @@ def passes_of_joint(**options):
 
 
 def test_the_configuration_decides_which_joint_passes_run():
-    names = ["anchor_seeds", "gather_scattered", "quantize_shards", "gather_codes"]
+    names = ["anchor_seeds", "gather_scattered", "quantize_shards", "quantize_rows_once"]
     names += ["swizzle_saved_scales", "recompute_mask", "recompute_weights"]
     assert passes_of_joint() == (names, [])
     assert passes_of_joint(recompute_weights=False) == (names[:-1], [])
     assert passes_of_joint(cache_weights=True) == (names[:-1], [])
-    names[2:4] = ["share_operands", "quantize_shards", "gather_codes", "share_saved_rotations"]
+    names[4:4] = ["share_saved_rotations"]
+    names[2:2] = ["share_operands"]
     assert passes_of_joint(recipe="nvfp4") == (names, [])
     assert passes_of_joint(recipe="nvfp4", disable_passes=names) == ([], names[:-1])
 

@@ -338,7 +338,7 @@ def test_uuid_follows_sources_and_options(monkeypatch):
     plain = PostGradPasses(Config()).uuid()
     assert plain == PostGradPasses(Config(dump="elsewhere")).uuid()
     assert plain != PostGradPasses(Config(disable_passes=["merge_seeds"])).uuid()
-    first = ["gather_scattered", "gather_codes", "share_operands", "quantize_shards"]
+    first = ["gather_scattered", "quantize_rows_once", "share_operands", "quantize_shards"]
     first += ["merge_seeds", "pair_directions", "share_rotations"]
     forms = ["swizzle_scales", "dequantize_operands", "unrotate_in_gemm"]
     last = ["sum_columns", "gather_quantizers", "concatenate_last", "tabulate"]

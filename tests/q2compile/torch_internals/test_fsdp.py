@@ -19,7 +19,7 @@ def wire_of(dim: int, shape: tuple[int, ...]) -> Wire:
         mesh_info=SimpleNamespace(shard_mesh_size=2),
         padded_sharded_param_size=torch.Size(shape),
     )
-    return Wire(record, lambda: None)
+    return Wire(record, lambda: None, "")
 
 
 def test_buffers_are_allocated_by_fsdp2_alone() -> None:
@@ -55,7 +55,7 @@ def test_an_offloaded_shard_keeps_its_methods_where_fsdp2_moves_it(offloaded: bo
         fsdp_placement=None,
         offload_to_cpu=offloaded,
     )
-    wire = Wire(record, lambda: None)
+    wire = Wire(record, lambda: None, "")
     wire.attach()
     moved = shard.to(torch.device("meta"), non_blocking=True)
     assert (moved is shard) == offloaded

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from q2compile.passes.graph_queries import op_counts, q2_nodes
-from q2compile.passes.joint.gather_codes import gather_codes_pass, gathering_notes
+from q2compile.passes.joint.quantize_rows_once import quantize_rows_once_pass, rows_once_notes
 from q2compile.passes.verify import check_spec
 from q2compile.recipes.recipe import GEMMS
 from q2compile.telemetry.folder import flush
@@ -124,7 +124,7 @@ def equal(a: Tensor, b: Tensor) -> bool:
 
 def matches(folder: Any) -> dict[str, Any]:
     records = json.loads((folder / "graph_0" / "passes.json").read_text())
-    return {r["graph"]: r for r in records if r["name"] == "gather_codes"}
+    return {r["graph"]: r for r in records if r["name"] == "quantize_rows_once"}
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def matches(folder: Any) -> dict[str, Any]:
 def test_bits(gather, scale, tmp_path) -> None:
     options = {"inner": "eager", "global_scale": scale}
     ours = step(gather, dump=str(tmp_path), **options)
-    plain = step(gather, disable_passes=["gather_codes"], **options)
+    plain = step(gather, disable_passes=["quantize_rows_once"], **options)
     assert all(map(equal, ours, plain)) and ours[0].isfinite().all()
     joint = matches(tmp_path)["joint"]
     assert joint["matches"] == 1
@@ -161,7 +161,7 @@ def test_bits_of_other_recipes(gather, recipe, tmp_path) -> None:
     quantizes in the forward as quartet2 does, without 4/6."""
     options = {"inner": "eager", "recipe": recipe}
     ours = step(gather, dump=str(tmp_path), **options)
-    plain = step(gather, disable_passes=["gather_codes"], **options)
+    plain = step(gather, disable_passes=["quantize_rows_once"], **options)
     assert all(map(equal, ours, plain))
     # mxfp4 multiplies in bf16 in the forward.
     assert matches(tmp_path)["joint"]["matches"] == (recipe != "mxfp4")
@@ -171,7 +171,7 @@ def test_bits_of_inductors_code() -> None:
     """Sentinels need a row more than the tokens, here of as many as a symbol says. Constant sizes
     are compiled by Inductor in test_gather_scattered.py."""
     ours = step(sentinels, dynamic=True, inductor=ONE_THREAD)
-    off = {"disable_passes": ["gather_codes"]}
+    off = {"disable_passes": ["quantize_rows_once"]}
     plain = step(sentinels, dynamic=True, inductor=ONE_THREAD, **off)
     assert all(map(equal, ours, plain))
 
@@ -179,7 +179,7 @@ def test_bits_of_inductors_code() -> None:
 @pytest.mark.parametrize("gather", [hugging_face, sentinels], ids=lambda g: g.__name__)
 def test_inference_and_dynamic_sizes(gather) -> None:
     results = []
-    for off in ([], ["gather_codes"]):
+    for off in ([], ["quantize_rows_once"]):
         torch._dynamo.reset()
         options = {"inner": "eager", "disable_passes": off}
         model = torch.compile(Mixture(gather), backend="quartet2", options=options, dynamic=True)
@@ -209,7 +209,7 @@ def graph(rows: int, tokens: int, scheme: str = SOURCE, *, stochastic: bool = Fa
 
 def test_the_graph() -> None:
     g = graph(64, 32).graph
-    assert gather_codes_pass(g) == 1
+    assert quantize_rows_once_pass(g) == 1
     g.lint()
     check_spec(g, "forward", "here")
     (gather,) = q2_nodes(g, "gather_rows")
@@ -217,10 +217,10 @@ def test_the_graph() -> None:
     assert gather.next.next.next is gemm, "made when it is read"
     assert gemm.args[2].args[0] is gather.args[0].args[0], "the global scale of all"
     assert op_counts(g)["aten.index.Tensor"] == 0, "nothing of x is left"
-    assert gathering_notes(g) == [
+    assert rows_once_notes(g) == [
         "quantize: 32 rows are quantized for the 64 that are gathered from them"
     ]
-    assert gather_codes_pass(g) == 0 and gathering_notes(g) == []
+    assert quantize_rows_once_pass(g) == 0 and rows_once_notes(g) == []
 
 
 def test_what_is_left() -> None:
@@ -231,8 +231,8 @@ def test_what_is_left() -> None:
         (graph(64, 32, "nvfp4_16x16_pow2"), []),
     ):
         before = str(b.graph)
-        assert gather_codes_pass(b.graph) == 0 and str(b.graph) == before
-        assert gathering_notes(b.graph) == note
+        assert quantize_rows_once_pass(b.graph) == 0 and str(b.graph) == before
+        assert rows_once_notes(b.graph) == note
 
 
 def not_of_rows(h: Tensor, order: Tensor, ids: Tensor) -> Tensor:
@@ -271,7 +271,7 @@ def test_another_reader_of_the_rows_keeps_them(tmp_path) -> None:
 
     seen: list[Tensor] = []
     results = []
-    for off in ([], ["gather_codes"]):
+    for off in ([], ["quantize_rows_once"]):
         torch._dynamo.reset()
         options = {"inner": "eager", "disable_passes": off}
         model = Both(gather)
@@ -326,7 +326,7 @@ def layers_step(checkpointed: bool, **options: Any) -> list[Tensor]:
 def test_bits_of_a_layer(checkpointed, keep_packed) -> None:
     options = {"inner": "eager", "keep_packed": keep_packed}
     ours = layers_step(checkpointed, **options)
-    plain = layers_step(checkpointed, disable_passes=["gather_codes"], **options)
+    plain = layers_step(checkpointed, disable_passes=["quantize_rows_once"], **options)
     assert all(map(equal, ours, plain))
 
 
@@ -360,6 +360,6 @@ def test_an_amax_from_elsewhere_stays() -> None:
     amax = b.placeholder("amax", dtype=torch.float32)
     x = b.call(aten.index.Tensor, h, [index])
     b.done(*b.outputs(b.call(calls.plain(x, amax, None, "nvfp4_46", 0))))
-    assert gather_codes_pass(b.graph) == 1
+    assert quantize_rows_once_pass(b.graph) == 1
     (quantize,) = q2_nodes(b.graph, "quantize")
     assert quantize.kwargs["amax"] is amax and isinstance(b.graph, fx.Graph)

@@ -20,7 +20,7 @@ _NOTE = "q2_gathered"  # in a node's meta: what the pass says of it
 _OFTEN = 2  # rows that are gathered, for one that there is, from which on it pays
 
 
-def gather_codes_pass(graph: fx.Graph) -> int:
+def quantize_rows_once_pass(graph: fx.Graph) -> int:
     """Quantizing a row needs nothing of the others, but for the global scale: so of a token that
     goes to eight experts the codes are made once, and these are gathered.
 
@@ -68,7 +68,7 @@ def gather_codes_pass(graph: fx.Graph) -> int:
     return matches
 
 
-def gathering_notes(graph: fx.Graph) -> list[str]:
+def rows_once_notes(graph: fx.Graph) -> list[str]:
     """Notes of the pass about quantizers of gathered rows. Each note is returned once."""
     return [node.meta.pop(_NOTE) for node in graph.nodes if _NOTE in node.meta]
 

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory whose reading is an error, in the op that reads or at the next check."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from q2compile.torch_internals.storage import WithheldMemory
+
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "clone": lambda w: w.data.clone(),
+    "linear": lambda w: nn.functional.linear(torch.ones(2, 32), w),
+    "embedding": lambda w: nn.functional.embedding(torch.tensor([63]), w),
+    "average": lambda w: torch.zeros(64, 32).lerp_(w.data, 0.1),
+    "norm": lambda w: torch._foreach_norm([w.data]),
+    "item": lambda w: w[63, 31].item(),
+    "print": str,
+    "deepcopy": copy.deepcopy,
+    "numpy": lambda w: w.detach().numpy().sum(),
+    "write": lambda w: w.data.zero_(),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_a_read_is_an_error(read: str) -> None:
+    w = nn.Parameter(torch.randn(64, 32))
+    values, version = w.data, w._version
+    withheld = WithheldMemory(w, "its values are elsewhere")
+    w.data = withheld.tensor
+    assert (w.shape, w.stride(), w._version) == (values.shape, values.stride(), version)
+    w.t()  # neither are views read
+    withheld.check()
+    with pytest.raises(RuntimeError, match="its values are elsewhere"):
+        READS[read](w)
+        withheld.check()
+    withheld.check()  # one error for each read
+    w.data = values
+    assert torch.equal(w, values)
