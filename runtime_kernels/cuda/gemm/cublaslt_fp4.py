@@ -21,6 +21,7 @@ from q2compile.runtime_kernels.cuda.gemm.first_launch import (
     compare,
     marked,
     needed,
+    rows_class,
 )
 from q2compile.runtime_kernels.cuda.gemm.operands import (
     aligned,
@@ -129,7 +130,7 @@ def _first(product: GemmKind, device: torch.device) -> Request | None:
         return None
     with on_device(device.index):
         which = planned(product).algorithm, product.dtype, product.bias
-    return begin(GEMM, CUBLASLT_FP4, device, *which)
+    return begin(GEMM, CUBLASLT_FP4, device, *which, rows_class(product.rows))
 
 
 def _product(product: GemmKind, a, b, bias: torch.Tensor | None) -> torch.Tensor:

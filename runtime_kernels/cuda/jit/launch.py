@@ -24,16 +24,13 @@ import torch
 
 from q2compile.runtime_kernels.cuda.jit import limits, nvrtc
 from q2compile.runtime_kernels.cuda.jit.nvrtc import KernelVariant
+from q2compile.runtime_kernels.kernel_states import LaunchError
 
 _ADDRESS = struct.calcsize("@P")  # as long as an item of array("Q"), on its alignment
 _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _ALWAYS_ALLOWED = 40 * 1024  # of dynamic shared memory: 48 KiB, less what a kernel has besides
 _PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-
-
-class LaunchError(RuntimeError):
-    """The CUDA driver refused to load or to launch a kernel."""
 
 
 @dataclass(frozen=True, eq=False)

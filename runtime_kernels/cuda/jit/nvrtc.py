@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from q2compile.runtime_kernels.cache_folder import cache_dir, read_whole, write_whole
+from q2compile.runtime_kernels.kernel_states import VERDICTS
 
 SOURCES = Path(__file__).parents[1] / "csrc"
 HEADERS = SOURCES / "include"
@@ -85,26 +86,18 @@ def _threads() -> ThreadPoolExecutor:
 
 
 def _made(variant: KernelVariant, architecture: str, path: Path) -> bytes:
-    if path.name in _failed:
-        raise CompileError(_failed[path.name])
+    if path.name in VERDICTS.sources:
+        raise CompileError(VERDICTS.sources[path.name])
     code = read_whole(path)
     if code is None:
         try:
             code, _ = compile_variant(variant, architecture)
         except CompileError as error:
-            _failed[path.name] = str(error)
+            VERDICTS.sources[path.name] = str(error)
             raise
         with suppress(OSError):  # each process compiles for itself then
             write_whole(path, code)
     return code
-
-
-_failed: dict[str, str] = {}  # name of a cubin -> NVRTC's log, which takes seconds to get
-
-
-def forget_failures() -> None:
-    """As in a new process: sources that did not compile are compiled again."""
-    _failed.clear()
 
 
 def compile_variant(

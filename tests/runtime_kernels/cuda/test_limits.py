@@ -20,6 +20,7 @@ from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import rotate_launc
 from q2compile.runtime_kernels.kernel_states import disable, rejected
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.numerics.transforms import get_transform
+from tests.support.new_process import forget_checks
 from tests.support.pretended_gpu import forget, on_gpu
 
 CUDA_12_8, CUDA_12_9, CUDA_13 = (12, 8), (12, 9), (13, 0)
@@ -196,7 +197,7 @@ def test_a_reference_that_serves_a_gpu_is_said_once_with_the_reasons(monkeypatch
     )
     assert [r.getMessage() for r in caplog.records] == [f"q2compile: {said}"]
     assert registry.emulated() == [*usual, said]
-    registry.forget_failures()
+    forget_checks()
     recorded = registry.bound(
         "quantize",
         (torch.ones(16, 32), "nvfp4_46_pow2", "none"),

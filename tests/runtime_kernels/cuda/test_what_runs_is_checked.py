@@ -24,7 +24,7 @@ from q2compile.runtime_kernels.cuda.quantize import plan, quantizers
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, get_scheme
 from q2compile.runtime_kernels.registry import KernelWarning
 from tests.support import emulation
-from tests.support.new_process import forget_checks, forget_failures
+from tests.support.new_process import forget_checks
 from tests.support.pretended_gpu import on_gpu
 from tests.support.small_model import Mlp, results_of
 from tests.support.swizzled_operands import dequantized, swizzled
@@ -264,7 +264,6 @@ def test_training_goes_on_without_a_wrong_algorithm(candidate, monkeypatch, wron
             first = {(p.dtype, p.bias) for p in ran}
             assert first
             assert len(ran) - before == (0 if attempt else len(first))
-        forget_failures()
         forget_checks()  # as in a new process
     assert ran
     kept = list(cache_dir().glob("gemm-*.checked"))
