@@ -51,6 +51,19 @@ FUSED = "fused"  # CUDA quantizers that compute their operand (prologue fusion),
 GROUPED = "grouped_launch"  # one launch for several calls, in generated code
 CUDA_BF16, TRITON_FP4, CUBLASLT_FP4 = "cuda_bf16", "triton_fp4", "cublaslt_fp4"
 SCALED_MM = "scaled_mm"  # torch's FP8 GEMM
+# What it costs, roughly, that another kernel runs in the place of one.
+_COSTS = {
+    CUDA: "a torch reference takes 10 to 30 times as long",
+    CPP: "a torch reference takes several times as long",
+    FUSED: "a gradient is written and read once more",
+    GROUPED: "each call is launched by itself, which takes some microseconds more",
+    INDUCTOR: "a kernel that nothing is fused with, or a torch reference that takes 10 to 30 times "
+    "as long",
+    **dict.fromkeys(
+        (CUBLASLT_FP4, TRITON_FP4),
+        "another FP4 GEMM, or one in BF16, which takes 2 to 4 times as long",
+    ),
+}
 disable(named_in_environment(), DISABLING)
 
 
@@ -307,8 +320,8 @@ def warn_of_failure(op: str, name: str, device: torch.device, reason: str) -> No
         VERDICTS.warned[op, name, device] = reason
         warnings.warn(
             f"q2compile: kernel {name!r} of q2::{op} on {device} is {reason}\n"
-            "Another runs in its place, slower. `q2compile doctor` checks all kernels of this "
-            "machine anew.",
+            f"Another runs in its place: {_COSTS.get(name, 'slower')}. "
+            "`q2compile doctor --recheck` checks rejected kernels again.",
             KernelWarning,
             stacklevel=2,
         )

@@ -123,6 +123,14 @@ def checked_rows(
             yield row
 
 
+def rejected_rows(rows: Sequence[KernelRow]) -> list[KernelRow]:
+    """The rows that are rejected by what is stored."""
+    with checks.answering(checks.Mode(runs=False)):
+        for row in rows:
+            row.ask()
+    return [row for row in rows if row.state == REJECTED]
+
+
 def device_rows(device: torch.device) -> Iterator[KernelRow]:
     """On a GPU the rows of Inductor kernels and of grouped launches; and those of all kernels but
     the references."""

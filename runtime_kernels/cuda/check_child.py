@@ -24,6 +24,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from q2compile.runtime_kernels.cache_folder import cache_dir
 from q2compile.runtime_kernels.cuda import check_results
 from q2compile.runtime_kernels.cuda.check_results import Check, Request
 from q2compile.runtime_kernels.kernel_states import VERDICTS, Result
@@ -73,6 +74,7 @@ class _Child:
 
     def __init__(self) -> None:
         environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        environment["Q2COMPILE_CACHE_DIR"] = str(cache_dir())  # a new temporary one is found once
         environment.pop("TORCH_TRACE", None)
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  until the process has ended
         self._process = subprocess.Popen(
@@ -238,9 +240,7 @@ class Checker:
                 self._limit = self._limit if waited is None else _LATER * SECONDS
         return result
 
-    def _asked_once(
-        self, request: Request, began: list[tuple[Request, float]]
-    ) -> Unable | None:
+    def _asked_once(self, request: Request, began: list[tuple[Request, float]]) -> Unable | None:
         """Sends a check to the child, and reads its messages until the result is there, or the
         child is of no use any more."""
         child = self._child or self._started()

@@ -158,9 +158,7 @@ def compare_grouped(
     _compare(what, out, lambda: _worst_of_groups(out, a, b, offs, gemm))
 
 
-def _compare(
-    what: Request, out: torch.Tensor, worst_of: Callable[[], tuple[float, float]]
-) -> None:
+def _compare(what: Request, out: torch.Tensor, worst_of: Callable[[], tuple[float, float]]) -> None:
     if out.is_cuda and torch.cuda.is_current_stream_capturing():
         return
     start = time.perf_counter()

@@ -54,7 +54,7 @@ def cubin(variant: KernelVariant, architecture: str) -> bytes:
     """The variant's machine code, from the cache or compiled now; PTX for a virtual architecture.
 
     Args:
-        architecture: as limits.target() gives it, like "sm_90a".
+        architecture: as limits.targets() gives it, like "sm_90a".
 
     Raises:
         ImportError: cuda.bindings or NVRTC is not installed.

@@ -74,7 +74,7 @@ def test_doctor_begins_with_the_result(monkeypatch, capsys, states, first, lines
     ]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(doctor, "device_rows", lambda device: rows)
-    monkeypatch.setattr(doctor, "checked", lambda rows, check, announce: rows)
+    monkeypatch.setattr(doctor, "checked_rows", lambda rows, check, announce: rows)
     for more, count in ([], lines), (["--verbose"], len(states)):
         assert cli.main(["doctor", *more]) == ("rejected" in states)
         printed = capsys.readouterr().out

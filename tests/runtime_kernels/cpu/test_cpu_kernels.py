@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import q2compile.runtime_kernels as runtime_kernels
-from q2compile.runtime_kernels.cpu import build, selfcheck
+from q2compile.runtime_kernels.cpu import build
 from q2compile.runtime_kernels.cpu import kernels as ctypes_of
 from q2compile.runtime_kernels.cpu.quantize import UNSUPPORTED
 from q2compile.runtime_kernels.kernel_states import VERDICTS

@@ -187,7 +187,7 @@ def test_only_wrong_numbers_are_held_against_a_kernel_for_good(monkeypatch, tmp_
     assert check_results.stored(OTHER).differs
 
 
-# ---- strikes and marks -----------------------------------------------------------------------------
+# ---- strikes and marks ---------------------------------------------------------------------------
 
 
 def test_the_second_strike_within_a_day_rejects(monkeypatch) -> None:

@@ -44,7 +44,7 @@ TARGETS = [
 
 @pytest.mark.parametrize("capability, version, target", TARGETS)
 def test_what_is_compiled_for_each(capability, version, target) -> None:
-    found = limits.target(capability, version)
+    found = limits.targets(capability, version)[0]
     assert found.name == target
     own = target is not None and not target.startswith("compute_")
     assert (found.why is None) == own
@@ -54,16 +54,16 @@ def test_ptx_only_where_the_driver_reads_it() -> None:
     """A driver reads no PTX of a later NVRTC. Machine code of one generation runs on its later
     GPUs."""
     newer = (13, 2)
-    assert limits.target((8, 8), newer, CUDA_13).name == "sm_80"
-    assert limits.target((8, 8), newer, newer).name == "compute_80"
-    assert limits.target((10, 1), newer, CUDA_13).name == "sm_100"
-    found = limits.target((13, 0), newer, CUDA_13)
+    assert limits.targets((8, 8), newer, CUDA_13)[0].name == "sm_80"
+    assert limits.targets((8, 8), newer, newer)[0].name == "compute_80"
+    assert limits.targets((10, 1), newer, CUDA_13)[0].name == "sm_100"
+    found = limits.targets((13, 0), newer, CUDA_13)[0]
     assert found.name is None
     assert found.why == (
         "compute capability 13.0 is not known here, and a driver of CUDA 13.0 reads no newer PTX"
     )
-    assert limits.target((12, 0), newer, CUDA_13).name == "sm_120f"  # which is machine code
-    why = limits.target((10, 3), CUDA_12_8).why
+    assert limits.targets((12, 0), newer, CUDA_13)[0].name == "sm_120f"  # which is machine code
+    why = limits.targets((10, 3), CUDA_12_8)[0].why
     assert why == "NVRTC 12.8 has no target for compute capability 10.3, NVRTC 12.9 has"
 
 
