@@ -68,7 +68,7 @@ class KernelRow:
 
     def ask(self) -> None:
         """Fills in the state: rejected if one of its forms is, unsupported if all are."""
-        start, reasons = time.perf_counter(), []
+        start, reasons, self.reason = time.perf_counter(), [], ""
         for ask in self.asks:
             try:
                 reasons.append(ask())

@@ -160,13 +160,6 @@ def test_that_they_differ_is_known_to_the_next_process(monkeypatch) -> None:
     assert len(run) == 1
 
 
-def test_a_folder_that_cannot_be_written_costs_a_check_a_process(monkeypatch, ran) -> None:
-    monkeypatch.setenv("Q2COMPILE_CACHE_DIR", "/dev/null/nowhere")
-    for _ in range(2):
-        assert selfcheck.rejection(CPU, CALL) is None
-    assert len(ran) == 1
-
-
 @pytest.fixture
 def begun(monkeypatch) -> list[str]:
     """The schemes of checks that are begun."""

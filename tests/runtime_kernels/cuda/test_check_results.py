@@ -117,9 +117,15 @@ def test_in_a_capture_what_is_kept_needs_no_check(monkeypatch) -> None:
     assert checks.rejection(REQUEST) is None
 
 
-def test_a_folder_that_cannot_be_written(monkeypatch) -> None:
-    monkeypatch.setenv("Q2COMPILE_CACHE_DIR", "/dev/null/nowhere")
+def test_where_nothing_can_be_written_each_process_checks(monkeypatch, tmp_path) -> None:
+    """Neither the cache folder nor the temporary one."""
+
+    def full(*paths):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
     assert [of_a_new_process(monkeypatch) for _ in range(2)] == [(None, True)] * 2
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"reason": null}', '{"reason": 1, "x": 2}'])

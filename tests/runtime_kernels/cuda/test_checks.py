@@ -177,6 +177,46 @@ def test_a_process_that_died_at_a_check_leaves_a_strike(folder, caplog) -> None:
     )
 
 
+IN_ANOTHER_NAMESPACE = """
+import ctypes, os, sys, time
+from pathlib import Path
+from q2compile.runtime_kernels.cuda import check_results
+from tests.support.faulty_checks import request
+folder = Path({folder!r})
+if ctypes.CDLL(None, use_errno=True).unshare(0x20000000):  # CLONE_NEWPID
+    sys.exit(77)
+if container := os.fork():
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(container, 0)[1]))
+assert os.getpid() == 1
+assert check_results.take_unended(request("of the host", folder)) is None
+check_results.mark(request("of the container", folder))
+(folder.parent / "marked").touch()
+while not (folder.parent / "release").exists():
+    time.sleep(0.01)
+"""
+
+
+def test_containers_that_share_a_folder_see_no_dead_process_in_each_other(folder) -> None:
+    """Process ids of one mean nothing in the other."""
+    check_results.mark(request("of the host", folder))
+    container = forked.start(IN_ANOTHER_NAMESPACE.format(folder=str(folder)))
+    asked, ended = request("of the container", folder), None
+    try:
+        while not (folder.parent / "marked").exists() and ended is None:
+            time.sleep(0.02)
+            ended = None if os.path.exists(f"/proc/{container.pid}/fd/0") else container.wait()
+        if ended is not None and ended.returncode == 77:
+            pytest.skip("no namespace of process ids can be made here")
+        assert ended is None, ended.stderr
+        assert check_results.take_unended(asked) is None
+        assert check_results.stored(asked) is None
+    finally:
+        (folder.parent / "release").touch()
+    done = container.wait()
+    assert done.returncode == 0, done.stderr
+    check_results.unmark(request("of the host", folder))
+
+
 def test_a_job_that_was_killed_during_a_check_rejects_no_kernel(folder, candidate, caplog) -> None:
     """scancel, docker rm and the OOM killer end all processes of a job. The next job trains with
     the kernel, and its numbers are the kernel's."""
