@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from q2compile.runtime_kernels import cache_folder, registry
 from q2compile.runtime_kernels.cache_folder import cache_dir, read_whole
 from q2compile.runtime_kernels.cuda import checked_cases, selfcheck
 from q2compile.runtime_kernels.cuda.jit import limits, nvrtc
+from q2compile.runtime_kernels.registry import KernelWarning
 from tests.support import forked, quantizer_calls
 from tests.support.warned import texts
 
@@ -112,8 +114,12 @@ def test_a_kernel_is_checked_once(gpu, monkeypatch, capability, wrong):
     gpu(capability)
     monkeypatch.setattr(selfcheck, "disagreement", lambda *what: checks.append(what) or wrong)
     arguments = rht_arguments()
-    served = {registry.serving("quantize", arguments).name for _ in range(2)}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        served = {registry.serving("quantize", arguments).name for _ in range(2)}
     assert served == {"cuda" if wrong is None else "reference"}
+    cost = "Another runs in its place: a torch reference takes 10 to 30 times as long."
+    assert [cost in said for said in texts(caught, KernelWarning)] == [True] * bool(wrong)
     variant = checked_cases.COLUMNWISE._replace(rowwise=True, columnwise=False)
     what = "nvfp4_ms_eden_pow2", variant
     assert checks == [("quantize", "cuda", torch.device("cuda", 0), *what)]

@@ -73,6 +73,7 @@ def test_whatever_a_kernel_does_it_alone_is_rejected_once(folder, how) -> None:
     assert found.startswith(ENDS[how]) and state_of(found) == "rejected"
     (line,) = said
     assert line.startswith(f"q2compile: kernel {how!r} of q2::gemm on cpu is {ENDS[how]}")
+    assert "`q2compile doctor --recheck` checks rejected kernels again." in line
     ran = runs(folder)
     assert ran == sorted(["right", *[how] * RUNS.get(how, 1), "right too"])
     new_process()
@@ -223,9 +224,10 @@ def test_a_job_that_was_killed_during_a_check_rejects_no_kernel(folder, candidat
     program = DIES_AT_A_CHECK.format(child=True, how="long", folder=str(folder))
     job = forked.start(program)
     cache = folder.parent / "cache"
-    while not (marks := list(cache.glob("*.checking"))):
+    while not runs(folder):
         time.sleep(0.02)
-    child = int(marks[0].name.split(".")[-2].partition("-")[0])
+    (mark,) = cache.glob("*.checking")
+    child = int(mark.name.split(".")[-2].partition("-")[0])
     os.kill(job.pid, signal.SIGKILL)
     os.killpg(child, signal.SIGKILL)  # the child has a process group of its own
     assert job.wait().returncode == -signal.SIGKILL
