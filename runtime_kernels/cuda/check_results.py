@@ -119,6 +119,11 @@ def strike(request: Request, why: str, began: float, again: bool = False) -> Res
     return None
 
 
+def is_struck(request: Request) -> bool:
+    """Whether the check has a strike, and no result."""
+    return "strike" in _read(request)
+
+
 def forget_rejections() -> list[str]:
     """Deletes the rejections and strikes that are stored, so that these kernels are checked again.
     Returns what each was of, in words."""

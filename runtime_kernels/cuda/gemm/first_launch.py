@@ -11,7 +11,8 @@ the call. Nothing is compared while a CUDA graph is captured, since the warm-up 
 that are zero or not finite show nothing, and a product with few others is compared the next time.
 
 Such a launch is marked on disk before it begins. If it crashes or hangs, the mark stays, which is a
-strike: the second one rejects the kernel.
+strike: the next process has the child process of self-checks run a product of these sizes first,
+and a second strike rejects the kernel.
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from q2compile.runtime_kernels.cuda import check_results
+from q2compile.runtime_kernels.cuda import check_results, checks
 from q2compile.runtime_kernels.cuda.check_results import Request
 from q2compile.runtime_kernels.cuda.checked_cases import GEMM_ERROR
+from q2compile.runtime_kernels.cuda.selfcheck import apart
 from q2compile.runtime_kernels.kernel_states import VERDICTS, Result, lacks_memory, rejected
 from q2compile.runtime_kernels.numerics.formats import decode_e2m1
 from q2compile.runtime_kernels.numerics.schemes import Scheme
 from q2compile.runtime_kernels.numerics.swizzle import unswizzle_32x4x4
 from q2compile.runtime_kernels.ops.gemm import alpha_of
-from q2compile.runtime_kernels.registry import kernels_own
+from q2compile.runtime_kernels.registry import kernels, kernels_own
 
 LOG = logging.getLogger("q2compile")
 FLOPS = 2**30
@@ -79,13 +81,18 @@ def rows_class(m: int) -> tuple[int, int]:
     return m.bit_length(), m & -m
 
 
-def known(what: Request) -> bool:
+def known(what: Request, call: Sequence[Any] = ()) -> bool:
     """Whether it was compared before, here or by an earlier process.
+
+    call: the arguments of the op. If a process has ended at such a launch, the child process runs
+        it first.
 
     Raises:
         WrongError: it was wrong, or did not end.
     """
     found = VERDICTS.checks.get(what.check) or check_results.found(what, UNENDED)
+    if found is None and call and check_results.is_struck(what):
+        found = _result_in_child(what, call)
     if found is None:
         return False
     VERDICTS.checks[what.check] = found
@@ -94,16 +101,73 @@ def known(what: Request) -> bool:
     return True
 
 
-def begin(op: str, name: str, device: torch.device, *which: Hashable) -> Request | None:
+def begin(
+    op: str, name: str, device: torch.device, *which: Hashable, call: Sequence[Any] = ()
+) -> Request | None:
     """The comparison that a large product needs; None if it was made before.
 
     which: the algorithm or the specialization, and the types of bias and result.
+    call: the arguments of the op.
 
     Raises:
         WrongError: it was wrong, or did not end.
     """
     what = request(op, name, device, *which)
-    return None if known(what) else what
+    return None if known(what, call) else what
+
+
+def _result_in_child(what: Request, call: Sequence[Any]) -> Result | None:
+    """The result of such a product in the child process of self-checks; None without memory for
+    it."""
+    if what.check[2].type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return None
+    again = *what.check[:3], [_described(each) for each in call]
+    try:
+        checks.rejection(what._replace(arguments=again))
+    except Exception as error:
+        if not lacks_memory(error):
+            raise
+    return VERDICTS.checks.get(what.check)
+
+
+class _Described(NamedTuple):
+    """A tensor without its values; ends: those of groups, which matter."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    ends: list[int]
+
+    def made(self, device: torch.device) -> torch.Tensor:
+        """A tensor like it, of random codes and of scales near 1."""
+        if self.dtype == torch.int32:
+            return torch.tensor(self.ends, dtype=torch.int32, device=device)
+        if self.dtype.is_floating_point and self.dtype.itemsize > 1:
+            return torch.ones(self.shape, dtype=self.dtype, device=device)
+        low, high = _BYTES.get(self.dtype, (0, 256))
+        made = torch.randint(low, high, self.shape, dtype=torch.uint8, device=device)
+        return made.view(self.dtype)
+
+
+_BYTES = {torch.float8_e4m3fn: (0x30, 0x40), torch.float8_e8m0fnu: (126, 129)}
+
+
+def _described(arg: Any) -> Any:
+    if not isinstance(arg, torch.Tensor):
+        return arg
+    ends = arg.tolist() if arg.dtype == torch.int32 else []
+    return _Described(tuple(arg.shape), arg.dtype, ends)
+
+
+def disagreement(op: str, name: str, device: torch.device, call: Sequence[Any]) -> str | None:
+    """Runs a large product, which is compared as any first one: how it is wrong, None if it is
+    not."""
+    with apart(device):
+        args = [each.made(device) if isinstance(each, _Described) else each for each in call]
+        try:
+            next(k.function for k in kernels(op) if k.name == name)(*args)
+        except WrongError as error:
+            return str(error)
+    return None
 
 
 @contextmanager

@@ -119,9 +119,8 @@ def _gemm(
     """The product; masked and rotated back, where a mask is given."""
     from q2compile.runtime_kernels.cuda.gemm.triton_kernel import Unrotation, choose_tile, gemm_fp4
 
-    a_spec, b_spec = checked_gemm(
-        a_codes, a_scales, a_global, b_codes, b_scales, b_global, a_scheme, b_scheme
-    )
+    operands = (a_codes, a_scales, a_global, b_codes, b_scales, b_global)
+    a_spec, b_spec = checked_gemm(*operands, a_scheme, b_scheme)
     if b_global is None:
         b_global = a_global.new_ones(())
     rows, columns = a_codes.shape[0], b_codes.shape[0]
@@ -142,7 +141,10 @@ def _gemm(
     first = None
     if first_launch.needed(rows, columns, 2 * width):
         of_rows = first_launch.rows_class(rows)
-        first = first_launch.begin(op, TRITON_FP4, a_codes.device, *variant, of_rows)
+        call = (*operands, bias, a_scheme, b_scheme, dtype)
+        if mask is not None:
+            call = (*operands, mask, a_scheme, b_scheme, transform, dtype)
+        first = first_launch.begin(op, TRITON_FP4, a_codes.device, *variant, of_rows, call=call)
 
     def finish(rows_of_product, picked, begin, end):
         part = mask[picked, begin // 8 : end // 8].contiguous()
