@@ -7,7 +7,7 @@
 
 "cuda" names the kernels of that name of all ops, "quantize.cuda" that of one op.
 
-VERDICTS is the one memory of what passed and what was rejected; `VERDICTS.forget()` empties it.
+KNOWN is the one memory of what passed and what was rejected; `KNOWN.forget()` empties it.
 cuda/check_results.py stores the results of checks on disk.
 """
 
@@ -76,7 +76,7 @@ class Result(NamedTuple):
     differs: bool = False
 
 
-class Verdicts:
+class KnownResults:
     """Everything that a process knows about kernels that passed or were rejected.
 
     calls: the kind of a call -> why the kernel was rejected for it.
@@ -97,7 +97,7 @@ class Verdicts:
             memory.clear()
 
 
-VERDICTS = Verdicts()
+KNOWN = KnownResults()
 
 
 class LaunchError(RuntimeError):

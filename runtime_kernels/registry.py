@@ -24,7 +24,7 @@ import torch
 
 from q2compile.runtime_kernels.kernel_states import (
     UNSUPPORTED,
-    VERDICTS,
+    KNOWN,
     DeviceLostError,
     NotServedError,
     Reason,
@@ -107,7 +107,7 @@ class Kernel:
 
     def unavailable(self, args: Sequence) -> str | None:
         """The same for arguments on a device of the kernel's type."""
-        failed = VERDICTS.calls
+        failed = KNOWN.calls
         failure = failed.get(_kind(self, args)) if failed else None
         return failure or why_disabled(self.op, self.name) or self.unsupported(*args)
 
@@ -303,9 +303,9 @@ def _kind(kernel: Kernel, args: Sequence) -> Hashable:
 def reject(kernel: Kernel, args: Sequence, error: Exception) -> None:
     """Rejects a kernel for calls of this kind, with a warning: other kernels serve them."""
     reason = failure_text(error)
-    if len(VERDICTS.calls) >= _MOST_FAILURES:
-        VERDICTS.calls.clear()
-    VERDICTS.calls[_kind(kernel, args)] = reason
+    if len(KNOWN.calls) >= _MOST_FAILURES:
+        KNOWN.calls.clear()
+    KNOWN.calls[_kind(kernel, args)] = reason
     warn_of_failure(kernel.op, kernel.name, device_of(args), reason)
 
 
@@ -316,8 +316,8 @@ def failure_text(error: Exception) -> Reason:
 
 def warn_of_failure(op: str, name: str, device: torch.device, reason: str) -> None:
     """Warns that a kernel is rejected, once for each kernel and device, and adds it to reports."""
-    if (op, name, device) not in VERDICTS.warned:
-        VERDICTS.warned[op, name, device] = reason
+    if (op, name, device) not in KNOWN.warned:
+        KNOWN.warned[op, name, device] = reason
         warnings.warn(
             f"q2compile: kernel {name!r} of q2::{op} on {device} is {reason}\n"
             f"Another runs in its place: {_COSTS.get(name, 'slower')}. "
@@ -331,7 +331,7 @@ def left_out() -> list[str]:
     """Kernels that were rejected in this process, or disabled, in words."""
     lines = [
         f"kernel {name!r} of q2::{op} on {device} is {' '.join(reason.split())}"
-        for (op, name, device), reason in VERDICTS.warned.items()
+        for (op, name, device), reason in KNOWN.warned.items()
     ]
     return lines + [
         f"kernel {name!r} is disabled by {who}" for name, who in disabled_kernels().items()

@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from q2compile.runtime_kernels.cpu import build
-from q2compile.runtime_kernels.kernel_states import VERDICTS, Result, lacks_memory
+from q2compile.runtime_kernels.kernel_states import KNOWN, Result, lacks_memory
 from q2compile.runtime_kernels.kernel_states import rejected as rejected_for
 from q2compile.runtime_kernels.numerics.groups import padded_ends
 from q2compile.runtime_kernels.numerics.layout import pack_bits
@@ -51,14 +51,14 @@ def rejected_of(op: str, what: str) -> str | None:
 
 
 def _reason(check: tuple, arguments: Callable[[], Sequence[Any]]) -> str | None:
-    if (found := VERDICTS.checks.get(check)) is not None:
+    if (found := KNOWN.checks.get(check)) is not None:
         return found.reason
     op = check[0]
     missing = build.why_missing()
     if missing is not None:
         return f"there is no library of CPU kernels: {missing}"
     with _LOCK:
-        if (found := VERDICTS.checks.get(check)) is not None:
+        if (found := KNOWN.checks.get(check)) is not None:
             return found.reason
         with _apart():
             try:
@@ -73,7 +73,7 @@ def _reason(check: tuple, arguments: Callable[[], Sequence[Any]]) -> str | None:
                 if lacks_memory(error):
                     raise
                 reason = failure_text(error)
-        VERDICTS.checks[check] = Result(reason)
+        KNOWN.checks[check] = Result(reason)
     if reason is not None:
         warn_of_failure(op, CPP, _CPU, reason)
     return reason

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from q2compile.runtime_kernels.cache_folder import cache_dir
 from q2compile.runtime_kernels.cuda import check_results
 from q2compile.runtime_kernels.cuda.check_results import Check, Request
-from q2compile.runtime_kernels.kernel_states import VERDICTS, Result
+from q2compile.runtime_kernels.kernel_states import KNOWN, Result
 
 LOG = logging.getLogger("q2compile")
 SECONDS = 60.0  # a check may take: Triton compiles in some
@@ -210,7 +210,7 @@ class Checker:
         return "" if child is None else child.end()
 
     def _result(self, request: Request) -> Result | Unable:
-        found, struck = VERDICTS.checks, set[Check]()
+        found, struck = KNOWN.checks, set[Check]()
         while (result := found.get(request.check)) is None:
             if self._unable is not None:
                 return self._unable
@@ -233,10 +233,10 @@ class Checker:
             for each, _ in began:
                 check_results.unmark(each, pid)
             last, at = began[-1]
-            verdict = check_results.strike(last, why, at, last.check in struck)
+            rejection = check_results.strike(last, why, at, last.check in struck)
             struck.add(last.check)
-            if verdict is not None:
-                found[last.check] = verdict
+            if rejection is not None:
+                found[last.check] = rejection
                 self._limit = self._limit if waited is None else _LATER * SECONDS
         return result
 
@@ -247,14 +247,14 @@ class Checker:
         if child is None:
             return self._unable
         child.ask(request)
-        while request.check not in VERDICTS.checks:
+        while request.check not in KNOWN.checks:
             what, message = child.next(self._limit if began else _STARTING)
             if what == BEGUN:
                 LOG.debug("q2compile: checks %s", message.label)
                 began.append((message, time.time()))
             elif what == ENDED:
                 began.pop()
-                VERDICTS.checks[message[0].check] = message[1]
+                KNOWN.checks[message[0].check] = message[1]
             elif what == LOST:  # whose kernel is known
                 self.end_child()
                 return None

@@ -69,7 +69,7 @@ class Request(NamedTuple):
 
 
 def found(request: Request, unended: str) -> Result | None:
-    """The verdict of an earlier process, if there is one. If a process has ended while it ran the
+    """The result of an earlier process, if there is one. If a process has ended while it ran the
     check, that is a strike. unended: what is said of it."""
     began = take_unended(request)
     known = stored(request)

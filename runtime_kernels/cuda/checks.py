@@ -33,7 +33,7 @@ from q2compile.runtime_kernels.cuda.check_child import Checker, Unable
 from q2compile.runtime_kernels.cuda.check_results import Check, Request
 from q2compile.runtime_kernels.cuda.checked_cases import CheckKey
 from q2compile.runtime_kernels.kernel_states import (
-    VERDICTS,
+    KNOWN,
     DeviceLostError,
     LaunchError,
     Result,
@@ -94,21 +94,21 @@ CHECKER = Checker()
 @contextmanager
 def answering(mode: Mode) -> Iterator[None]:
     """Sets another mode, and forgets the results of this process meanwhile."""
-    before, known = _State.mode, dict(VERDICTS.checks)
+    before, known = _State.mode, dict(KNOWN.checks)
     _State.mode = mode
-    VERDICTS.checks.clear()
+    KNOWN.checks.clear()
     CHECKER.forget()
     try:
         yield
     finally:
         _State.mode = before
-        VERDICTS.checks.clear()
-        VERDICTS.checks.update(known)
+        KNOWN.checks.clear()
+        KNOWN.checks.update(known)
 
 
 def forget() -> None:
     """As in a new process: nothing is known about any kernel but what is on disk."""
-    VERDICTS.forget()
+    KNOWN.forget()
     CHECKER.forget()
     check_results.forget_sources()
 
@@ -122,7 +122,7 @@ def rejection(request: Request) -> str | None:
         torch.OutOfMemoryError: there is no memory for the check.
     """
     check = request.check
-    if (found := VERDICTS.checks.get(check)) is not None:
+    if (found := KNOWN.checks.get(check)) is not None:
         return _reason(request, found)
     if (why := why_disabled(*check[:2])) is not None:
         return why
@@ -130,16 +130,16 @@ def rejection(request: Request) -> str | None:
     if check in inside:
         return None
     with nullcontext() if inside else _LOCK:
-        found = VERDICTS.checks.get(check) or _known(request)
+        found = KNOWN.checks.get(check) or _known(request)
         if found is None and not _State.mode.runs:
             return None
-        found = VERDICTS.checks[check] = found or _checked(request)
+        found = KNOWN.checks[check] = found or _checked(request)
     return _reason(request, found)
 
 
 def result_of(request: Request) -> Result | None:
     """The result, if this process has it."""
-    return VERDICTS.checks.get(request.check)
+    return KNOWN.checks.get(request.check)
 
 
 def begin(request: Request, after: Sequence[Future] = ()) -> None:
@@ -152,7 +152,7 @@ def begin(request: Request, after: Sequence[Future] = ()) -> None:
 def is_known(request: Request) -> bool:
     """Whether the check need not run: it has run, or its kernel is disabled."""
     check = request.check
-    if check in VERDICTS.checks or why_disabled(*check[:2]) is not None:
+    if check in KNOWN.checks or why_disabled(*check[:2]) is not None:
         return True
     return _State.mode.stored and check_results.stored(request) is not None
 
@@ -164,7 +164,7 @@ def listen(listener: Listener) -> None:
 
 
 def _known(request: Request) -> Result | None:
-    """The verdict of an earlier process."""
+    """The result of an earlier process."""
     if _State.mode.stored:
         return check_results.found(request, UNENDED)
     check_results.take_unended(request)

@@ -63,7 +63,7 @@ OF_CHECKS = (
     fault(
         "code that the driver refuses is compiled on",
         f"{_CUDA}/jit/launch.py",
-        '    return f"error {int(status)}" if int(status) in _REFUSALS else None\n',
+        '    return f"error {int(status)}" if int(status) in _NOT_LOADED else None\n',
         "    return None\n",
         f"{_CUDA}/test_limits.py",
     ),

@@ -4,7 +4,7 @@
 from q2compile.report.dump_folder import DumpFolder
 from q2compile.runtime_kernels import registry
 from q2compile.runtime_kernels.cuda import checks
-from q2compile.runtime_kernels.kernel_states import VERDICTS
+from q2compile.runtime_kernels.kernel_states import KNOWN
 from q2compile.runtime_kernels.registry import CPP
 from q2compile.telemetry import clock
 
@@ -17,9 +17,9 @@ def forget_dump_folders() -> None:
 def forget_checks() -> None:
     """Nothing is known about any kernel but what is on disk, and the user was warned of nothing.
     CPU kernels, whose checks no process stores, stay checked."""
-    known = {check: found for check, found in VERDICTS.checks.items() if check[1] == CPP}
+    known = {check: found for check, found in KNOWN.checks.items() if check[1] == CPP}
     checks.forget()
-    VERDICTS.checks.update(known)
+    KNOWN.checks.update(known)
     registry.forget_references()
 
 

@@ -30,7 +30,7 @@ from q2compile.runtime_kernels.cuda import check_results, checks
 from q2compile.runtime_kernels.cuda.check_results import Request
 from q2compile.runtime_kernels.cuda.checked_cases import GEMM_ERROR
 from q2compile.runtime_kernels.cuda.selfcheck import apart
-from q2compile.runtime_kernels.kernel_states import VERDICTS, Result, lacks_memory, rejected
+from q2compile.runtime_kernels.kernel_states import KNOWN, Result, lacks_memory, rejected
 from q2compile.runtime_kernels.numerics.formats import decode_e2m1
 from q2compile.runtime_kernels.numerics.schemes import Scheme
 from q2compile.runtime_kernels.numerics.swizzle import unswizzle_32x4x4
@@ -90,12 +90,12 @@ def known(what: Request, call: Sequence[Any] = ()) -> bool:
     Raises:
         WrongError: it was wrong, or did not end.
     """
-    found = VERDICTS.checks.get(what.check) or check_results.found(what, UNENDED)
+    found = KNOWN.checks.get(what.check) or check_results.found(what, UNENDED)
     if found is None and call and check_results.is_struck(what):
         found = _result_in_child(what, call)
     if found is None:
         return False
-    VERDICTS.checks[what.check] = found
+    KNOWN.checks[what.check] = found
     if found.reason is not None:
         raise WrongError(found.reason.removeprefix(rejected("")))
     return True
@@ -127,7 +127,7 @@ def _result_in_child(what: Request, call: Sequence[Any]) -> Result | None:
     except Exception as error:
         if not lacks_memory(error):
             raise
-    return VERDICTS.checks.get(what.check)
+    return KNOWN.checks.get(what.check)
 
 
 class _Described(NamedTuple):
@@ -243,7 +243,7 @@ def _compare(what: Request, out: torch.Tensor, worst_of: Callable[[], tuple[floa
             f"a BF16 GEMM's by {worst:.1e} times the {limit:.1e} that rounding explains"
         )
     result = Result(reason and rejected(reason), time.perf_counter() - start, bool(reason))
-    VERDICTS.checks[what.check] = result
+    KNOWN.checks[what.check] = result
     check_results.store(what, result)
     if reason is not None:
         raise WrongError(reason)

@@ -24,7 +24,7 @@ from q2compile.runtime_kernels.cuda.jit.launch import multiprocessors
 from q2compile.runtime_kernels.cuda.jit.limits import why_no_dot_scaled
 from q2compile.runtime_kernels.cuda.recent_launches import note
 from q2compile.runtime_kernels.cuda.selfcheck import rejection
-from q2compile.runtime_kernels.kernel_states import VERDICTS, LaunchError
+from q2compile.runtime_kernels.kernel_states import KNOWN, LaunchError
 from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.numerics.transforms import get_transform
 from q2compile.runtime_kernels.ops.gemm import checked_gemm
@@ -170,14 +170,14 @@ def compiling(op: str, device: torch.device, variant: Hashable) -> Iterator[None
     Raises:
         LaunchError: it failed before.
     """
-    if (device, variant) in VERDICTS.sources:
-        raise LaunchError(VERDICTS.sources[device, variant])
+    if (device, variant) in KNOWN.sources:
+        raise LaunchError(KNOWN.sources[device, variant])
     note(f"q2::{op} by {TRITON_FP4}")
     try:
         yield
     except Exception as error:
         if kernels_own(error, op, TRITON_FP4, device):
-            VERDICTS.sources[device, variant] = f"{type(error).__name__}: {error}"
+            KNOWN.sources[device, variant] = f"{type(error).__name__}: {error}"
         raise
 
 

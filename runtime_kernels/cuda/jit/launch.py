@@ -33,7 +33,7 @@ _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 # CUDA_ERROR_INVALID_IMAGE, NO_BINARY_FOR_GPU, INVALID_PTX, UNSUPPORTED_PTX_VERSION: this code does
 # not run on this device by this driver, which a GB10's said of sm_120 code.
-_REFUSALS = (200, 209, 218, 222)
+_NOT_LOADED = (200, 209, 218, 222)
 _ALWAYS_ALLOWED = 40 * 1024  # of dynamic shared memory: 48 KiB, less what a kernel has besides
 _PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
@@ -238,7 +238,7 @@ def target(index: int) -> limits.Target:
     refused = ""
     capability = torch.cuda.get_device_capability(index)
     for found in limits.targets(capability, nvrtc.version(), _driver_cuda()):
-        said = None if found.name is None else _refusal(index, found.name)
+        said = None if found.name is None else _load_error(index, found.name)
         if said is None:
             return found if found.why is None or not refused else found._replace(why=refused)
         refused = f"the driver loads no code for {found.name} ({said})"
@@ -246,7 +246,7 @@ def target(index: int) -> limits.Target:
     return limits.Target(None, refused)
 
 
-def _refusal(index: int, name: str) -> str | None:
+def _load_error(index: int, name: str) -> str | None:
     """The driver's error, if it refuses to load code for a target. None also where that can't be
     found out: whatever else is wrong is said when a kernel is loaded."""
     try:
@@ -261,7 +261,7 @@ def _refusal(index: int, name: str) -> str | None:
                 driver.cuModuleUnload(module)
     except Exception:
         return None
-    return f"error {int(status)}" if int(status) in _REFUSALS else None
+    return f"error {int(status)}" if int(status) in _NOT_LOADED else None
 
 
 def architecture(index: int) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from q2compile.runtime_kernels.cache_folder import cache_dir, read_whole, write_whole
-from q2compile.runtime_kernels.kernel_states import VERDICTS
+from q2compile.runtime_kernels.kernel_states import KNOWN
 
 SOURCES = Path(__file__).parents[1] / "csrc"
 HEADERS = SOURCES / "include"
@@ -86,14 +86,14 @@ def _threads() -> ThreadPoolExecutor:
 
 
 def _made(variant: KernelVariant, architecture: str, path: Path) -> bytes:
-    if path.name in VERDICTS.sources:
-        raise CompileError(VERDICTS.sources[path.name])
+    if path.name in KNOWN.sources:
+        raise CompileError(KNOWN.sources[path.name])
     code = read_whole(path)
     if code is None:
         try:
             code, _ = compile_variant(variant, architecture)
         except CompileError as error:
-            VERDICTS.sources[path.name] = str(error)
+            KNOWN.sources[path.name] = str(error)
             raise
         with suppress(OSError):  # each process compiles for itself then
             write_whole(path, code)
