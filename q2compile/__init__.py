@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from q2compile.recipes.option_types import RecipeChange as RecipeChange
     from q2compile.recipes.option_types import RecipeName as RecipeName
     from q2compile.report.expect import expect as expect
-    from q2compile.report.report import Report as Report
     from q2compile.report.row import Row as Row
     from q2compile.runtime_kernels.kernel_states import DeviceLostError as DeviceLostError
     from q2compile.runtime_kernels.registry import KernelWarning as KernelWarning
@@ -51,6 +50,7 @@ if TYPE_CHECKING:
     from q2compile.tools.compare.comparison import Comparison as Comparison
     from q2compile.tools.compare.measure import compare as compare
     from q2compile.tools.compare.measurements import ModuleError as ModuleError
+    from q2compile.tools.explain import Report as Report
     from q2compile.tools.explain import explain as explain
     from q2compile.tools.export.export import export as export
     from q2compile.tools.export.job import Exported as Exported
@@ -76,7 +76,7 @@ _HOMES = {
     "RecipeChange": "recipes.option_types",
     "RecipeName": "recipes.option_types",
     "expect": "report.expect",
-    "Report": "report.report",
+    "Report": "tools.explain",
     "Row": "report.row",
     "DeviceLostError": "runtime_kernels.kernel_states",
     "KernelWarning": "runtime_kernels.registry",

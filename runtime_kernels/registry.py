@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from q2compile.runtime_kernels.kernel_states import (
-    UNSUPPORTED,
     KNOWN,
+    UNSUPPORTED,
     DeviceLostError,
     NotServedError,
     Reason,

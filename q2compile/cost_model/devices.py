@@ -9,7 +9,9 @@ assumed to be an H200's."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -136,9 +138,20 @@ H200 = Device(
     4.8e12,
     _lanes(132, 1.95),
 )
+# H100 SXM: the chip of an H200 with other memory.
+H100 = Device(
+    "H100",
+    "h100",
+    9,
+    "sm_90a",
+    _gemms(Rate(9.895e14, 0.73, "assumed as on an H200")),
+    3.35e12,
+    _lanes(132, 1.95),
+)
 # The columns of reports.
 DEVICES = (B200, RTX_5090)
 DATA_SHEETS = (
+    H100,
     H200,
     *DEVICES,
     Device(
@@ -224,21 +237,43 @@ ASSUMPTIONS = (
 )
 
 
-def deciding_device() -> Device:
+def deciding_device(*, in_fp4: bool = True) -> Device:
     """The device whose times decide under "auto".
 
-    The Blackwell GPU that is present; if its model is unknown, one of its compute capability;
-    without a Blackwell, a B200.
+    The GPU that is present, if it runs the formats, which for FP4 are a Blackwell's; if its model
+    is unknown, one of its compute capability; else a B200.
     """
+    known = present_device()
+    if known is not None and not (in_fp4 and known.emulates):
+        return known
     if torch.cuda.is_available():
-        known = data_sheet(torch.cuda.get_device_name())
-        if known is not None and not known.emulates:
-            return known
         major, _ = torch.cuda.get_device_capability()
         for device in DEVICES:
             if device.capability == major:
                 return device
     return DEVICES[0]
+
+
+def present_device() -> Device | None:
+    """The GPU of this process; None if there is none, or its data sheet is not known."""
+    return data_sheet(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+
+
+def reported_devices() -> tuple[Device, ...]:
+    """The devices that a report has predictions for: the GPU of this process, and `DEVICES`."""
+    present = present_device()
+    return tuple(dict.fromkeys([*([present] if present else []), *DEVICES]))
+
+
+def shown_devices(predicted: Iterable[Mapping[str, Any]]) -> list[Device]:
+    """The two devices that a page shows: the GPU that the model was compiled on beside a B200; or
+    `DEVICES`, if that GPU is not known.
+
+    predicted: of each row of a report, its times by `Device.column`, in `reported_devices`' order.
+    """
+    columns = next((times for times in predicted if times), {d.column: {} for d in DEVICES})
+    by_column = {device.column: device for device in DATA_SHEETS}
+    return [by_column[column] for column in columns if column in by_column][:2]
 
 
 def data_sheet(name: str) -> Device | None:

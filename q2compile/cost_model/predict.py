@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from q2compile.cost_model.devices import DATA_SHEETS, DEVICES, Device
+from q2compile.cost_model.devices import DATA_SHEETS, Device, reported_devices
 from q2compile.cost_model.step import Step
 from q2compile.cost_model.steps import Layer, bf16_steps, recipe_steps
 from q2compile.recipes.recipe import GEMMS, Recipe
@@ -59,7 +59,7 @@ class Prediction:
                 "gpu_microseconds": round(1e6 * self.seconds[d.column], 2),
                 "host_microseconds": round(1e6 * self.host_seconds[d.column], 2),
             }
-            for d in DEVICES
+            for d in reported_devices()
         }
         flops, bytes_ = (n if isinstance(n, int) else str(n) for n in exact)
         return flops, bytes_, times

@@ -6,8 +6,8 @@ is a glob over the whole module name (``*`` also crosses dots, ``?``, ``[01]``, 
 ``re:`` and a regular expression that must match the whole name. A pattern is data: nothing in it is
 evaluated.
 
-"auto" in a recipe's place is the default recipe where the cost model (`cost`) predicts that it
-gains, and bf16 where it would lose.
+"auto" in a recipe's place is the default recipe, fp8 or bf16, whichever the cost model predicts to
+be the fastest for a layer (`rewrite.decide`).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Policy:
         """
         if isinstance(recipe, str) and recipe == AUTO:
             raise ConfigError(
-                "recipe: 'auto' chooses between a recipe and bf16, matmul by matmul; name the "
+                "recipe: 'auto' chooses between a recipe, fp8 and bf16, matmul by matmul; name the "
                 "recipe here, and give policy={'*': 'auto'}"
             )
         default = resolve(recipe, global_scale)

@@ -102,7 +102,7 @@ class Gemm:
 class Recipe:
     """The three GEMMs of a linear layer; None is a GEMM left in the tensors' own precision.
 
-    auto: a layer that the cost model (`q2compile.cost_model`) predicts to lose by it stays in bf16.
+    auto: a layer gets fp8 or bf16 where `q2compile.cost_model` predicts one of them to be faster.
     """
 
     name: str

@@ -7,8 +7,8 @@ The logger is "q2compile", so ``TORCH_LOGS="q2compile"`` shows it as it shows to
             graph with linears that the policy wants and of which none was taken; at exit, that
             torch.compile was given the backend and no graph came
     INFO    a line for the first graph with matmuls in 4 bits that a process compiles, one for the
-            first whose linears are all left because the policy says so, and one for what is
-            emulated on its GPU
+            first whose linears are all left because the policy says so, one for what is emulated
+            on its GPU, and one if its matmuls are predicted to be slower there than in BF16
     DEBUG   the options in force, a line for every graph, one for every matmul in it, and what each
             pass did
 
@@ -30,6 +30,7 @@ from torch.utils.data import get_worker_info
 
 from q2compile.capture.find_matmuls import UNREAD
 from q2compile.config import Config
+from q2compile.cost_model.devices import present_device
 from q2compile.passes.record import PassRecord
 from q2compile.recipes.recipe import GEMMS
 from q2compile.report.row import Row, shape_text
@@ -38,6 +39,7 @@ from q2compile.torch_internals.dynamo import was_named
 from q2compile.torch_internals.ranks import process_rank
 
 LOG = logging.getLogger("q2compile")
+SLOWER = 1.05  # times BF16: less is within the error of the predictions
 _MOST = 3  # names of matmuls that were left; the others are counted
 _FORMATS = {"fp8": "FP8", "nvfp4": "NVFP4", "mxfp4": "MXFP4"}
 
@@ -100,7 +102,7 @@ def compiled(title: str, rows: Sequence[Row], config: Config) -> None:
         _show_if_unconfigured()
         LOG.log(_level(rows), "%s", summary(rows))
         on_gpu = any(row.device.startswith("cuda") for row in rows if row.taken)
-        for text in emulated() if on_gpu else ():
+        for text in [*(emulated() if on_gpu else ()), *slower(rows)]:
             LOG.info("q2compile: %s", text)
     if not LOG.isEnabledFor(logging.DEBUG):
         return
@@ -110,6 +112,36 @@ def compiled(title: str, rows: Sequence[Row], config: Config) -> None:
         what = f"{row.recipe} ({row.pattern!r})" if row.pattern else row.recipe
         text = what if row.taken else f"left: {row.why}"
         LOG.debug("%s: %s %s %s", title, row.module, shape_text(row), text)
+
+
+def slower(rows: Sequence[Row]) -> list[str]:
+    """Advice, if the matmuls that are taken are predicted to take longer than in BF16 on the
+    GPU that is present; [] if they are not, or the GPU is not known."""
+    device = present_device()
+    taken = [row for row in rows if row.taken]
+    if device is None or not all(device.column in row.predicted for row in taken) or not taken:
+        return []
+    times = [row.predicted[device.column] for row in taken]
+    own, bf16, host, gpu = (
+        sum(of[key] for of in times)
+        for key in ("microseconds", "bf16_microseconds", "host_microseconds", "gpu_microseconds")
+    )
+    if own <= SLOWER * bf16:
+        return []
+    in_fp4 = any(not row.fprop.startswith("fp8") for row in taken)
+    if host > gpu:
+        why = "the GPU waits for the host to launch their kernels"
+        instead = 'torch.compile with options={"mode": "reduce-overhead"} makes launches cheap'
+    elif device.emulates and in_fp4:
+        why = "it has no FP4 tensor cores"
+        instead = 'options={"recipe": "fp8"} is faster than BF16 there, this one is for studies'
+    else:
+        why = "the layers are too small"
+        instead = 'options={"policy": {"*": "auto"}} leaves in BF16 what is slower'
+    return [
+        f"on this {device.name} the quantized matmuls are predicted to take {own / bf16:.2g} times "
+        f"as long as in BF16, because {why}; {instead}"
+    ]
 
 
 def _of_weights(rows: Sequence[Row]) -> list[Row]:

@@ -33,7 +33,7 @@ from typing import TextIO
 from q2compile.errors import ConfigError, shown
 from q2compile.report.graph_record import GraphRecord
 from q2compile.report.process_lock import locked
-from q2compile.report.report import Report
+from q2compile.report.report import RunReport
 from q2compile.torch_internals.ranks import process_rank, world_size
 
 _MARKER = ".q2compile"
@@ -54,7 +54,7 @@ class DumpFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.report = Report()
+        self.report = RunReport()
         _make(path)
         ours = _linkless(path / _MARKER).exists()
         theirs = [name for name in _REPORTS if not ours and _linkless(path / name).exists()]

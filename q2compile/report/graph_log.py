@@ -22,7 +22,7 @@ from q2compile.report.graph_record import GraphRecord
 from q2compile.report.graph_text import readable
 from q2compile.report.kernel_choice import set_kernels
 from q2compile.report.model_coverage import Coverage
-from q2compile.report.report import Report, collector, table
+from q2compile.report.report import RunReport, collector, table
 from q2compile.report.row import Row
 from q2compile.report.saved_for_backward import count_saved, note_weights
 from q2compile.torch_internals.aot_autograd import compiles_ahead_of_time, graph_kind
@@ -48,7 +48,7 @@ class GraphLog:
         self._records: list[GraphRecord] = []
         self._passes: list[PassRecord] = []
         self.folder: Path | None = None
-        self._reports: list[tuple[Report, DumpFolder | None]] = []
+        self._reports: list[tuple[RunReport, DumpFolder | None]] = []
         if config.dump is not None:
             folder = DumpFolder.get(os.fspath(config.dump))
             self.folder, record = folder.new_graph()

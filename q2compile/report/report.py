@@ -5,15 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextvars import ContextVar
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.weak import WeakIdKeyDictionary
 
-from q2compile.cost_model.devices import ASSUMPTIONS, DEVICES
+from q2compile.cost_model.devices import ASSUMPTIONS, shown_devices
 from q2compile.report.graph_record import GraphRecord
 from q2compile.report.model_rows import layers, of_model
-from q2compile.report.page.document import report_page
 from q2compile.report.printable import one_line, printable
 from q2compile.report.row import COLUMNS, Row, cells
 from q2compile.report.run_facts import RunFacts
@@ -23,12 +21,11 @@ if TYPE_CHECKING:
     from q2compile.report.model_coverage import Coverage
 
 
-class Report:
+class RunReport:
     """Rows and notes of everything compiled while it collected.
 
-    Printing it gives ``text()``, the table. ``to_json()`` is the list of rows as plain mappings,
-    ``to_html(path)`` writes a page. Linears of the model that no graph has held so far are rows
-    too.
+    Printing it gives ``text()``, the table. ``to_json()`` is the list of rows as plain mappings.
+    Linears of the model that no graph has held so far are rows too.
     """
 
     def __init__(self) -> None:
@@ -98,14 +95,6 @@ class Report:
     def to_json(self) -> list[dict[str, Any]]:
         return [row.to_json() for row in self.rows]
 
-    def to_html(self, path: str | Path | None = None) -> str:
-        """The report as one HTML page; written to ``path`` when given. Returns the page."""
-        run = self.run.to_json()
-        page = report_page("explain", self.to_json(), self.notes, self.graph_files, run=run)
-        if path is not None:
-            Path(path).write_text(page, encoding="utf-8")
-        return page
-
     def summary(self) -> str:
         rows = of_model(self.to_json())
         weights = [row for row in layers(rows) if row["has_parameter"]]
@@ -132,7 +121,7 @@ class Report:
 
 
 # The report that explain() is collecting into, if any.
-collector: ContextVar[Report | None] = ContextVar("q2compile_report", default=None)
+collector: ContextVar[RunReport | None] = ContextVar("q2compile_report", default=None)
 
 
 def _predictions(rows: list[dict[str, Any]]) -> list[str]:
@@ -141,14 +130,15 @@ def _predictions(rows: list[dict[str, Any]]) -> list[str]:
     taken = [row["predicted"] for row in predicted if row["taken"]]
     notes = [ASSUMPTIONS] if predicted else []
     if taken:
+        devices = shown_devices(taken)
         of_bf16 = []
-        for device in DEVICES:
+        for device in devices:
             bf16, own = (
                 sum(times[device.column][key] for times in taken)
                 for key in ("bf16_microseconds", "microseconds")
             )
             of_bf16.append(f"{own / bf16:.2f} on {device.name}")
-        columns = " and ".join(device.column for device in DEVICES)
+        columns = " and ".join(device.column for device in devices)
         notes.insert(
             0,
             "predicted time over BF16's, for the GEMMs taken and their quantizers, not for a "
@@ -161,11 +151,13 @@ def table(rows: Iterable[Row]) -> str:
     """A text table. The GEMMs' texts are long and repeat, so each distinct recipe is spelt out
     below.
     """
-    shown = [c for c in COLUMNS if c not in ("fprop", "dgrad", "wgrad")]
+    rows = list(rows)
+    devices = [device.column for device in shown_devices(row.predicted for row in rows)]
+    shown = [c for c in COLUMNS if c not in ("fprop", "dgrad", "wgrad", "why")] + [*devices, "why"]
     body, recipes = [], []
     for row in rows:
         text = cells(row)
-        body.append([one_line(text[c]) for c in shown])
+        body.append([one_line(text.get(c, "")) for c in shown])
         if row.taken:
             recipes.append((row.recipe, row.fprop, row.dgrad, row.wgrad))
     widths = [max(len(line[i]) for line in [list(shown), *body]) for i in range(len(shown))]

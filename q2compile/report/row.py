@@ -6,22 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from q2compile.cost_model.devices import DEVICES
 from q2compile.recipes.recipe import Gemm
 
-_DEVICES = tuple(device.column for device in DEVICES)
-COLUMNS = (
-    "module",
-    "shape",
-    "taken",
-    "recipe",
-    "fprop",
-    "dgrad",
-    "wgrad",
-    "saved",
-    *_DEVICES,
-    "why",
-)
+# Columns of the text table; those of the devices with predictions stand before "why".
+COLUMNS = ("module", "shape", "taken", "recipe", "fprop", "dgrad", "wgrad", "saved", "why")
 
 
 @dataclass

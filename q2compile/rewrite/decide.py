@@ -14,7 +14,7 @@ from q2compile.capture.matmul import Matmul
 from q2compile.capture.module_names import Names
 from q2compile.capture.views import is_view_or_cast, viewed
 from q2compile.config import Config
-from q2compile.cost_model.devices import deciding_device
+from q2compile.cost_model.devices import Device, deciding_device
 from q2compile.cost_model.predict import Prediction, predict
 from q2compile.errors import ConfigError
 from q2compile.recipes.published import RECIPES
@@ -24,18 +24,23 @@ from q2compile.torch_internals.dynamo import recompile_limit
 
 
 def with_prediction(row: Row, found: Matmul, recipe: Recipe, config: Config) -> Recipe:
-    """Fill in what the cost model says of a matmul; bf16 if "auto" leaves it for that."""
+    """Fill in what the cost model says of a matmul, and return its recipe. Under "auto" that is the
+    fastest of the policy's recipe, FP8 and BF16: of these, a later one is also more exact."""
     if not recipe.quantizes:
         return recipe
     prediction = predict_matmul(found, recipe, config)
+    fp8 = RECIPES["fp8"]
+    if recipe.auto and prediction is not None:
+        device = deciding_device(in_fp4=recipe.texts() != fp8.texts())
+        in_fp8 = predict_matmul(found, fp8, config)
+        if in_fp8 is not None and in_fp8.speed(device) > max(1.0, prediction.speed(device)):
+            recipe, prediction = fp8, in_fp8
+        elif why := why_left(prediction, in_fp8, device):
+            recipe, row.why = RECIPES["bf16"], why
+        row.recipe, row.wanted = recipe.name, recipe.quantizes
     if prediction is not None:
         row.flops, row.bytes, row.predicted = prediction.plain()
-    why = why_left(prediction) if recipe.auto else ""
-    if not why:
-        return recipe
-    bf16 = RECIPES["bf16"]
-    row.recipe, row.wanted, row.why = bf16.name, False, why
-    return bf16
+    return recipe
 
 
 def why_bf16(row: Row, config: Config, *, router: bool) -> str:
@@ -111,14 +116,13 @@ def _is_computed(x: fx.Node, matmuls: tuple[Any, ...]) -> bool:
     return x.op not in ("placeholder", "get_attr") and x.target not in left
 
 
-def why_left(prediction: Prediction | None) -> str:
-    """Why "auto" leaves a layer in BF16; "" if it is taken, as one is of which nothing is known."""
-    if prediction is None:
-        return ""
-    device = deciding_device()
+def why_left(prediction: Prediction, in_fp8: Prediction | None, device: Device) -> str:
+    """Why "auto" leaves a layer in BF16; "" if it is taken."""
     speed = prediction.speed(device)
     if speed >= 1:
         return ""
+    other = f" ({1 / in_fp8.speed(device):.2f} in FP8)" if in_fp8 is not None else ""
     at = ", ".join(f"{symbol} = {hint}" for symbol, hint in prediction.at.items())
     where = f" for {at}, the size it was compiled with" if at else ""
-    return f"auto: predicted to take {1 / speed:.2f} times BF16's time on {device.name}{where}"
+    times = f"{1 / speed:.2f} times BF16's time{other} on {device.name}"
+    return f"auto: predicted to take {times}{where}"

@@ -21,7 +21,7 @@ from q2compile.torch_internals.dynamo import called_graphs, parameter_of
 
 
 class Taken(Protocol):
-    """What is read of a report's row. seed_index: of the linear, if it was taken."""
+    """The parts of a report's row that are read. seed_index: of the linear, if it was taken."""
 
     module: str
     taken: bool

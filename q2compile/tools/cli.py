@@ -18,7 +18,7 @@ from q2compile.version import __version__
 # For each command: its module, its help, and its arguments.
 COMMANDS = {
     "report": (
-        "q2compile.tools.report_page",
+        "q2compile.tools.page.command",
         "make one HTML page of a dump or telemetry folder",
         arguments.report,
     ),

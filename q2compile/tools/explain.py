@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,11 +19,26 @@ from q2compile.capture.module_tree import unwrapped
 from q2compile.config import Config
 from q2compile.errors import ConfigError
 from q2compile.report.model_coverage import Coverage
-from q2compile.report.report import Report, collector
+from q2compile.report.report import RunReport, collector
 from q2compile.tools.as_it_was import as_it_was
 from q2compile.tools.batches import arguments_of
 from q2compile.tools.given import built, given_options
 from q2compile.torch_internals.dynamo import not_compiled, original_module
+
+
+class Report(RunReport):
+    """The report that `explain` returns. Printing it gives the table, ``to_json()`` the rows as
+    plain mappings, and ``to_html(path)`` writes the page."""
+
+    def to_html(self, path: str | Path | None = None) -> str:
+        """The report as one HTML page; written to ``path`` when given. Returns the page."""
+        from q2compile.tools.page.document import report_page  # only who wants a page needs it
+
+        run = self.run.to_json()
+        page = report_page("explain", self.to_json(), self.notes, self.graph_files, run=run)
+        if path is not None:
+            Path(path).write_text(page, encoding="utf-8")
+        return page
 
 
 def explain(

@@ -6,7 +6,7 @@ import torch
 
 from q2compile.compiler.post_grad_passes import PostGradPasses
 from q2compile.config import Config
-from q2compile.report.report import Report
+from q2compile.report.report import RunReport
 from q2compile.runtime_kernels import registry
 from q2compile.runtime_kernels.cuda import checked_cases, selfcheck
 from q2compile.runtime_kernels.kernel_states import DISABLED, VARIABLE, NotServedError, disable
@@ -44,7 +44,7 @@ def test_a_disabled_kernel_serves_nothing(candidate, monkeypatch, names, by, rec
     assert all(map(torch.equal, step(model, compiled, x), want))
     assert calls == [] and not texts(recwarn, KernelWarning)
     who = VARIABLE if by == "environment" else "option disable_kernels"
-    assert Report().notes == [f"kernel {names[0]!r} is disabled by {who}"]
+    assert RunReport().notes == [f"kernel {names[0]!r} is disabled by {who}"]
     with pytest.raises(NotServedError, match=f"disabled by {who}") as said:
         registry.select("gemm", checked_cases.arguments_of("gemm", "nvfp4_46_pow2"), "broken")
     assert said.value.state == DISABLED

@@ -11,7 +11,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from q2compile.report.report import Report
+from q2compile.report.report import RunReport
 from q2compile.runtime_kernels import registry
 from q2compile.runtime_kernels.cuda import checked_cases, selfcheck
 from q2compile.runtime_kernels.cuda.checked_cases import COLUMNWISE, op_of
@@ -106,7 +106,7 @@ def test_a_kernel_is_rejected_for_calls_of_that_kind_alone(candidate):
 
 
 def test_reports_note_what_was_rejected(candidate):
-    report = Report()
+    report = RunReport()
     assert report.notes == []
     candidate("gemm", ERRORS[0])
     with pytest.warns(KernelWarning):

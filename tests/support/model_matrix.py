@@ -23,7 +23,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from q2compile.report.report import Report, collector
+from q2compile.report.report import RunReport, collector
 from q2compile.report.row import Row
 from tests.support import model_zoo
 
@@ -48,10 +48,10 @@ def cosine(a: list[Tensor], b: list[Tensor]) -> float:
 
 def step_and_report(
     model: nn.Module, inputs: dict[str, Any], inner: str
-) -> tuple[Tensor, dict[str, Tensor], Report]:
+) -> tuple[Tensor, dict[str, Tensor], RunReport]:
     """A step under the backend, and its report."""
     torch._dynamo.reset()
-    report = Report()
+    report = RunReport()
     token = collector.set(report)
     try:
         options = {"inner": inner}

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from q2compile.report.page.headline import time_words
+from q2compile.tools.time_words import time_words
 
 SCHEMA = 2
 # The text of a row.

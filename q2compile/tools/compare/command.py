@@ -46,8 +46,8 @@ def run(arguments: Namespace) -> int:
     options = json.dumps(comparison.options(*limits), indent=2)
     if chosen:
         print(
-            f"{len(chosen)} of {len(comparison.modules)} modules back to bf16, for "
-            f"{arguments.budget:.0%} of the {arguments.of}; they make "
+            f"{len(chosen)} of {len(comparison.modules)} modules leave {comparison.recipe}, for "
+            f"{arguments.budget:.0%} of the {arguments.of}; they account for "
             f"{_share(comparison, chosen):.0%} of the gradient's squared error:"
         )
     else:
@@ -59,9 +59,9 @@ def run(arguments: Namespace) -> int:
         one = len(worst) == 1
         who = worst[0].module + ("" if one else f" and {len(worst) - 1} like it")
         print(
-            f"{who} {'makes' if one else 'make'} {_share(comparison, worst):.0%} of the gradient's "
-            f"squared error and {'costs' if one else 'cost'} more: --budget {needs:g} takes "
-            f"{'it' if one else 'them'}"
+            f"{who} {'accounts' if one else 'account'} for {_share(comparison, worst):.0%} of the "
+            f"gradient's squared error and {'costs' if one else 'cost'} more: --budget {needs:g} "
+            f"puts {'it' if one else 'them'} into bf16"
         )
     data = {
         **comparison.to_json(),

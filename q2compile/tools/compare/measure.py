@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runs of `compare`: bf16, the recipe, each of its GEMMs alone, each module alone."""
+"""The runs of `compare`: bf16, the recipe, each of its GEMMs alone, each module alone, each kind of
+layer alone in FP8."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,12 +14,14 @@ from q2compile.capture.module_tree import named_parameters
 from q2compile.config import Config
 from q2compile.errors import ConfigError, shown
 from q2compile.recipes.option_types import RecipeChange, RecipeName
+from q2compile.recipes.published import RECIPES
 from q2compile.recipes.recipe import GEMMS
 from q2compile.tools.as_it_was import as_it_was, same_random_numbers
 from q2compile.tools.batches import all_batches, arguments_of
 from q2compile.tools.compare.comparison import Comparison
 from q2compile.tools.compare.measurements import ModuleError
 from q2compile.tools.compare.probe import Probes, Run
+from q2compile.tools.worst_layers import kinds_of
 from q2compile.torch_internals.dynamo import not_compiled, original_module
 
 _BF16 = Run(gemms=())
@@ -46,8 +49,9 @@ def compare(
     loss       of the model's output, a tensor of one element; by default its ``loss``, or itself
     optimizer  parameters -> an optimizer: both losses are then those of training over the batches,
                from the same weights; without it all batches are run with the weights as they are
-    alone      whether each module is also run as the only one that is quantized, on the first
-               batch: a step more for each; `Comparison.policy` ranks by it
+    alone      whether each module is also run as the only one that is quantized, and each kind of
+               layer as the only one in FP8, on the first batch: a step more for each;
+               `Comparison.policy` chooses by it
 
     Measured in fp32 or wider, from the same weights and random numbers as the run in bf16 (which is
     the precision the tensors have):
@@ -122,14 +126,25 @@ class _Runs:
                 comparison.note(gemm, _relative(gradients, exact))
             if i == 0:
                 modules = dict.fromkeys(row.module for row in self._probes.rows if row.taken)
-                effects = {
-                    module: _relative(self._gradients(batch, Run(module=module))[1], exact)
-                    for module in modules
-                    if alone
-                }
-        comparison.modules = self._modules(own, effects)
+                effects, in_fp8 = self._effects(batch, exact, list(modules) if alone else [])
+        comparison.modules = self._modules(own, effects, in_fp8)
         comparison.left = {r.module: r.why for r in self._probes.rows if not r.taken}
         return comparison
+
+    def _effects(
+        self, batch: Any, exact: Mapping[str, Tensor], modules: Sequence[str]
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """The gradient's relative error with each module alone quantized; and each module's part of
+        it with its kind of layer alone in FP8, where squares add up."""
+
+        def effect(run: Run) -> float:
+            return _relative(self._gradients(batch, run)[1], exact)
+
+        is_fp8 = self._probes.config.resolved_policy.default.texts() == RECIPES["fp8"].texts()
+        kinds = [] if is_fp8 else kinds_of(modules)
+        effects = [(kind, effect(Run(modules=kind, in_fp8=True))) for kind in kinds]
+        in_fp8 = {name: of / len(kind) ** 0.5 for kind, of in effects for name in kind}
+        return {module: effect(Run(modules=(module,))) for module in modules}, in_fp8
 
     def train(
         self,
@@ -179,7 +194,9 @@ class _Runs:
                 + ("; ".join(list(left)[:5]) or "No graph with a matmul was compiled.")
             )
 
-    def _modules(self, own: dict[str, list[float]], effects: dict[str, float]) -> list[ModuleError]:
+    def _modules(
+        self, own: dict[str, list[float]], effects: dict[str, float], in_fp8: dict[str, float]
+    ) -> list[ModuleError]:
         modules = []
         for module in dict.fromkeys(row.module for row in self._probes.rows if row.taken):
             rows = [r for r in self._probes.rows if r.taken and r.module == module]
@@ -187,9 +204,11 @@ class _Runs:
             modules.append(
                 ModuleError.of(
                     rows,
+                    [r for r in self._probes.rows_in_fp8 if r.module == module],
                     {gemm: self._probes.noted(module, gemm).relative for gemm in GEMMS},
                     None if gradient is None else sum(gradient) / len(gradient),
                     effects.get(module),
+                    in_fp8.get(module),
                 )
             )
         return modules

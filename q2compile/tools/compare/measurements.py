@@ -12,11 +12,11 @@ from q2compile.cost_model.devices import DEVICES
 from q2compile.errors import ConfigError, one_of, shown
 from q2compile.recipes.recipe import GEMMS
 from q2compile.report.row import Row, shape_text
-from q2compile.report.worst_layers import (
+from q2compile.tools.worst_layers import (
     after,
     cost_of,
-    policy_of,
     ranked,
+    rules_of,
     total_size,
     worst_layers,
 )
@@ -36,7 +36,10 @@ class ModuleError:
     effect      relative error of the gradient of all parameters with this module alone quantized;
                 None if that was not run
     flops       of its matmuls, forward and backward; None where a size is symbolic
-    microseconds, bf16_microseconds   device -> predicted time of its matmuls
+    microseconds, bf16_microseconds, fp8_microseconds   device -> predicted time of its matmuls, as
+                the recipe has them, in BF16, and in FP8
+    fp8_effect  its part of the effect that its kind of layer has in FP8, alone; None if that was
+                not run
     """
 
     module: str
@@ -49,21 +52,26 @@ class ModuleError:
     flops: int | None
     microseconds: dict[str, float]
     bf16_microseconds: dict[str, float]
+    fp8_microseconds: dict[str, float] = field(default_factory=dict)
+    fp8_effect: float | None = None
 
     @classmethod
     def of(
         cls,
         rows: Sequence[Row],
+        in_fp8: Sequence[Row],
         errors: dict[str, float | None],
         gradient: float | None,
         effect: float | None,
+        fp8_effect: float | None,
     ) -> ModuleError:
-        """From the module's rows. Each shape that was compiled counts once."""
-        rows = list({row.shape: row for row in rows}.values())
+        """From the module's rows under the recipe and under fp8. Each shape that was compiled
+        counts once."""
+        rows, in_fp8 = (list({r.shape: r for r in of}.values()) for of in (rows, in_fp8))
         flops = [row.flops for row in rows if isinstance(row.flops, int)]
 
-        def predicted(key: str) -> dict[str, float]:
-            if not all(row.predicted for row in rows):
+        def predicted(key: str, rows: Sequence[Row] = rows) -> dict[str, float]:
+            if not rows or not all(row.predicted for row in rows):
                 return {}
             return {d.column: sum(r.predicted[d.column][key] for r in rows) for d in DEVICES}
 
@@ -78,6 +86,8 @@ class ModuleError:
             flops=sum(flops) if len(flops) == len(rows) else None,
             microseconds=predicted("microseconds"),
             bf16_microseconds=predicted("bf16_microseconds"),
+            fp8_microseconds=predicted("microseconds", in_fp8),
+            fp8_effect=fp8_effect,
         )
 
     @property
@@ -128,9 +138,9 @@ class Measurements:
     def chosen(
         self, budget: float, of: str = "flops", device: str = DEVICES[0].column
     ) -> list[ModuleError]:
-        """The modules that `policy` gives back to bf16, worst first."""
+        """The modules that `policy` puts into fp8 or bf16, those with most error removed first."""
         by_name = {m.module: m for m in self.modules}
-        return [by_name[name] for kind in self._worst(budget, of, device) for name in kind]
+        return [by_name[name] for kind in self._chosen(budget, of, device) for name in kind]
 
     def too_large(
         self, budget: float, of: str = "flops", device: str = DEVICES[0].column
@@ -139,14 +149,14 @@ class Measurements:
         more than ``budget``."""
         modules = self._as_json()
         worst = ranked(modules)[0]
-        if worst in self._worst(budget, of, device):
+        if tuple(worst) in self._chosen(budget, of, device):
             return None
         cost = sum(cost_of(m, of, device) for m in modules if m["module"] in worst)
         share = cost / total_size(modules, of, device)
         kind = [m for m in self.modules if m.module in worst]
         return kind, min(1.0, math.ceil(100 * share - 1e-6) / 100)
 
-    def _worst(self, budget: float, of: str, device: str) -> list[list[str]]:
+    def _chosen(self, budget: float, of: str, device: str) -> dict[tuple[str, ...], str]:
         one_of("of", of, ("flops", "time"))
         one_of("device", device, [d.column for d in DEVICES])
         check_budget(budget)
@@ -158,20 +168,22 @@ class Measurements:
     def policy(
         self, budget: float, of: str = "flops", device: str = DEVICES[0].column
     ) -> dict[str, str]:
-        """{pattern: "bf16"} for the worst kinds of layers that the budget has room for, the worst
-        first; to be used as, or added to, the option "policy". A kind is all layers whose names
-        differ only in numbers, so the policy can be used where equal layers share a graph.
+        """{pattern: "fp8" or "bf16"}: the rules that remove most of the gradient's error for what
+        the budget allows, to be used as, or added to, the option "policy". A kind of layer gets one
+        rule; it is all layers whose names differ only in numbers, so the policy can be used where
+        equal layers share a graph.
 
-        budget  in [0, 1]. of="flops": the share of all quantized FLOPs that goes back to bf16;
+        budget  in [0, 1]. of="flops": the share of all quantized FLOPs that goes back to bf16; in
+                fp8 they count a third, as FP8 takes twice and BF16 four times the time of FP4.
                 of="time": by how much the predicted time of these matmuls may rise on ``device``
                 ("b200", "rtx5090"), as a share of it. A kind that costs nothing, because bf16 is
                 not slower for it, is always taken.
 
-        The worst come first; one that no longer fits is passed over. Raises ValueError for a budget
-        that is none, and where a size is symbolic, so that nothing is known of costs.
+        The kind of which most error is removed comes first. Raises ValueError for a budget that is
+        none, and where a size is symbolic, so that nothing is known of costs.
         """
         names = [*(m.module for m in self.modules), *self.left]
-        return policy_of(self._worst(budget, of, device), names)
+        return rules_of(self._chosen(budget, of, device), names)
 
     def options(
         self, budget: float, of: str = "flops", device: str = DEVICES[0].column

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,9 +14,10 @@ from torch import Tensor, fx, nn
 from q2compile.capture.inline_attention import inline_attention
 from q2compile.capture.module_names import Names
 from q2compile.config import Config
+from q2compile.recipes.published import RECIPES
 from q2compile.recipes.recipe import BF16, GEMMS, Recipe, parse
 from q2compile.report.row import Row
-from q2compile.rewrite.rewrite_graph import rewrite
+from q2compile.rewrite.rewrite_graph import planned, rewrite
 from q2compile.torch_internals.dynamo import called_graphs
 
 _PLAIN = (BF16, BF16, BF16)
@@ -27,13 +28,15 @@ class Run:
     """The mode of all probed matmuls.
 
     gemms    those that are quantized, the others are computed in the tensors' own precision
-    module   the only module that is quantized; None: all are
+    modules  the only modules that are quantized; None: all are
+    in_fp8   by the recipe fp8 instead of their own
     measure  compute in high precision, and note the error of each quantized GEMM on the same
              operands
     """
 
     gemms: tuple[str, ...] = tuple(GEMMS)
-    module: str | None = None
+    modules: Collection[str] | None = None
+    in_fp8: bool = False
     measure: bool = False
 
 
@@ -60,18 +63,21 @@ class Errors:
 class Probes:
     """All probed matmuls of a model, the run they are in, and what they have measured.
 
-    rows     one for each matmul of each compiled graph
+    rows     one for each matmul of each compiled graph; ``rows_in_fp8``: if all were in FP8
     errors   module -> GEMM -> its `Errors`
     """
 
     config: Config
     run: Run = field(default_factory=Run)
     rows: list[Row] = field(default_factory=list)
+    rows_in_fp8: list[Row] = field(default_factory=list)
     errors: dict[str, dict[str, Errors]] = field(default_factory=dict)
 
     def backend(self, gm: fx.GraphModule, inputs: list[Any]) -> Any:
         """A Dynamo backend: rewrites as `quartet2` does, and runs the graph as it stands."""
         inline_attention(gm)
+        all_in_fp8 = replace(self.config, recipe="fp8", policy={})
+        self.rows_in_fp8 += [row for _, row, _ in planned(gm, all_in_fp8, Names.of_graph(gm))]
         rows = rewrite(gm, self.config, Names.of_graph(gm))
         self.rows += rows
         names = {row.seed_index: row.module for row in rows if row.taken}
@@ -123,9 +129,10 @@ class Probe(nn.Module):
         run = self._probes.run
         if run.measure:
             return self._measured(x, w, *third)
-        if run.module not in (None, self._module):
+        if run.modules is not None and self._module not in run.modules:
             return self._call(_PLAIN, x, w, *third)
-        return self._call(self._recipe.only(run.gemms).texts(), x, w, *third)
+        recipe = RECIPES["fp8"] if run.in_fp8 else self._recipe.only(run.gemms)
+        return self._call(recipe.texts(), x, w, *third)
 
     def _call(self, texts: tuple[str, str, str], *operands: Any) -> Tensor:
         with _own_random_bits(operands[0]):

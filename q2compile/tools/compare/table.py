@@ -50,16 +50,17 @@ def _modules(c: Measurements) -> list[str]:
     """One line a module, worst first.
 
     share: its part of the gradient's squared error; effect: the gradient's error with this module
-    alone quantized; fprop, dgrad, wgrad: each GEMM's own error; gradient: of its weight's gradient
-    under the whole recipe.
+    alone quantized; fp8: that in FP8; fprop, dgrad, wgrad: each GEMM's own error; gradient: of its
+    weight's gradient under the whole recipe.
     """
-    head = ["module", "shape", "effect", "share", "fprop", "dgrad", "wgrad", "gradient", "flops"]
+    head = ["module", "shape", "effect", "fp8", "share", *GEMMS, "gradient", "flops"]
     total = sum(m.flops or 0 for m in c.modules)
     rows = [
         [
             m.module,
             m.shape,
             _number(m.effect),
+            _number(m.fp8_effect),
             _percent(c.share(m)),
             *(_number(getattr(m, gemm)) for gemm in GEMMS),
             _number(m.gradient),

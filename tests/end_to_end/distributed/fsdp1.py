@@ -14,7 +14,7 @@ from training import Block, Result, batches, loss_of, new_model, run_scenarios
 
 import q2compile
 from q2compile.report import announce, expect
-from q2compile.report.report import Report, collector
+from q2compile.report.report import RunReport, collector
 
 
 class Lines(logging.Handler):
@@ -30,7 +30,7 @@ def one_step(
     options: dict[str, Any] | None = None, expected: str = "", use_orig_params: bool = True
 ) -> Result:
     """options: of the backend; None: not compiled. expected: when `expect` is called."""
-    handler, report = Lines(), Report()
+    handler, report = Lines(), RunReport()
     announce.First.left.clear()
     announce.LOG.addHandler(handler)
     token = collector.set(report) if options is not None and not expected else None

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from training import LAYERS, Model, Result, batches, gradients, loss_of, new_model, run_scenarios
 
-from q2compile.report.report import Report, collector
+from q2compile.report.report import RunReport, collector
 
 MICRO_BATCHES = 2
 
@@ -33,7 +33,7 @@ class Stage(nn.Module):
 
 
 def one_stage_a_rank() -> Result:
-    rank, result, report = dist.get_rank(), Result(), Report()
+    rank, result, report = dist.get_rank(), Result(), RunReport()
     module = Stage(new_model(), rank)
     options = {"inner": "eager", "policy": {"head": "bf16"}}
     module.compile(backend="quartet2", options=options)

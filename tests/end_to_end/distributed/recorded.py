@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from training import VOCAB, loss_of
 
-from q2compile.report.report import Report, collector
+from q2compile.report.report import RunReport, collector
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 all_reduce = dist.all_reduce
@@ -110,7 +110,7 @@ class Training:
             if hasattr(module, "set_custom_all_gather"):
                 module.set_custom_all_gather(self.wire)
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        self.step, self.report = 0, Report()
+        self.step, self.report = 0, RunReport()
         if attach is not None:
             self.run.count = attach(model)
         torch.manual_seed(dist.get_rank())

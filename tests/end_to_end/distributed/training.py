@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 
-from q2compile.report.report import Report, collector
+from q2compile.report.report import RunReport, collector
 
 VOCAB, HIDDEN, INNER, LAYERS = 96, 64, 128, 2
 UNEVEN = 131  # an inner width that two ranks can't share equally
@@ -115,7 +115,7 @@ def train(
     parts, part: the batch is cut into equal parts, and this rank has that one.
     rounding_seed: seed of the rounding.
     """
-    result, report = Result(), Report()
+    result, report = Result(), RunReport()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
     token = collector.set(report)
     torch.manual_seed(rounding_seed)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from q2compile import explain
-from q2compile.report.report import Report, collector
+from q2compile.report.report import RunReport, collector
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -206,7 +206,7 @@ def test_strict_refuses_a_pattern_that_matches_no_model_of_a_function():
 
 def collected(call):
     """The report of a model that calls torch.compile itself."""
-    report = Report()
+    report = RunReport()
     token = collector.set(report)
     try:
         call()

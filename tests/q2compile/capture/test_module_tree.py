@@ -11,7 +11,7 @@ from torch import nn
 
 from q2compile import explain
 from q2compile.capture.module_tree import named_modules, named_parameters, parameter_at
-from q2compile.report.report import Report, collector
+from q2compile.report.report import RunReport, collector
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -28,7 +28,7 @@ class Net(nn.Module):
 
 
 def rows_of(call):
-    report = Report()
+    report = RunReport()
     token = collector.set(report)
     try:
         call()
@@ -90,7 +90,7 @@ def test_names_are_found_without_the_models_own_code(kind, cached):
     options = {**EAGER, "strict": True, "policy": {"up": "bf16"}, "cache_weights": cached}
     model = kind()
     compiled = torch.compile(model, backend="quartet2", options=options)
-    report = Report()
+    report = RunReport()
     token = collector.set(report)
     try:
         compiled(torch.randn(16, 32)).sum().backward()

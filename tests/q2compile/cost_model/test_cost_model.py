@@ -11,6 +11,7 @@ from torch._dynamo.utils import counters
 
 import q2compile
 from q2compile.capture.module_names import Names
+from q2compile.cost_model import devices
 from q2compile.cost_model.devices import ASSUMPTIONS, DEVICES
 from q2compile.cost_model.predict import predict
 from q2compile.cost_model.quantizers import Quantizer
@@ -18,6 +19,7 @@ from q2compile.cost_model.step import DISPATCHED, FUSED, TORCH, Step
 from q2compile.cost_model.steps import Layer, bf16_steps, recipe_steps
 from q2compile.recipes.policy import Policy
 from q2compile.recipes.resolve import resolve
+from q2compile.rewrite import decide
 from q2compile.rewrite.decide import why_left
 from q2compile.rewrite.rewrite_graph import rewrite
 from tests.support.page_data import data_of
@@ -296,7 +298,8 @@ def test_which_mixtures_gain_by_fp4():
     narrow, wide = (predict(QUARTET2, shape) for shape in (narrow, wide))
     assert narrow.speed(b200) < 0.9 < 1.5 < narrow.speed(rtx5090)
     assert wide.speed(b200) > 2 and wide.speed(rtx5090) > 3
-    assert why_left(narrow).startswith("auto: predicted to take") and why_left(wide) == ""
+    assert why_left(narrow, None, b200).startswith("auto: predicted to take")
+    assert why_left(wide, None, b200) == ""
 
 
 def test_an_x_that_lies_in_memory_is_read():
@@ -319,7 +322,6 @@ def test_an_x_that_lies_in_memory_is_read():
 
 def test_nothing_is_said_without_rows():
     assert predict(QUARTET2, (0, N, K)) is None
-    assert why_left(None) == ""
 
 
 class Net(nn.Module):
@@ -368,9 +370,34 @@ def test_auto_takes_the_large_and_leaves_the_small():
     assert (middle.recipe, middle.pattern, middle.fprop) == ("quartet2", "*", QUARTET2.texts()[0])
     assert (up.recipe, up.fprop, up.wanted) == ("bf16", "bf16", False)
     speed = up.predicted["b200"]["speed"]
-    said = re.fullmatch(r"auto: predicted to take ([\d.]+) times BF16's time on B200", up.why)
+    times = r"auto: predicted to take ([\d.]+) times BF16's time \([\d.]+ in FP8\) on B200"
+    said = re.fullmatch(times, up.why)
     assert float(said[1]) == pytest.approx(1 / speed, abs=0.01) and speed < 1
     assert middle.predicted["b200"]["speed"] > 1.5
+
+
+@pytest.mark.parametrize(
+    ("recipe", "gpu", "recipes"),
+    [
+        ("nvfp4", None, ["bf16", "nvfp4", "bf16"]),
+        ("nvfp4", "H100", ["bf16", "nvfp4", "bf16"]),  # for FP4 a B200 decides
+        ("fp8", "H100", ["bf16", "fp8", "bf16"]),
+        ("quartet2", "RTX 5090", ["bf16", "quartet2", "bf16"]),
+    ],
+)
+def test_which_gpu_decides(monkeypatch, recipe, gpu, recipes):
+    monkeypatch.setattr(devices, "present_device", lambda: gpu and devices.data_sheet(gpu))
+    rows = rows_of(net(), tokens(), recipe=recipe, policy={"*": "auto"})
+    assert [r.recipe for r in rows] == recipes
+
+
+def test_auto_takes_fp8_where_it_is_faster(monkeypatch):
+    monkeypatch.setattr(decide, "deciding_device", lambda **_: devices.H100)
+    rows = rows_of(net(), tokens(), recipe="nvfp4", policy={"*": "auto"})
+    assert [(r.recipe, r.fprop, r.taken) for r in rows[1:]] == [
+        ("fp8", "fp8 @ fp8", True),
+        ("bf16", "bf16", False),
+    ]
 
 
 def test_auto_takes_the_default_recipe_and_a_later_pattern_wins():

@@ -4,7 +4,14 @@
 import pytest
 import torch
 
-from q2compile.cost_model.devices import DATA_SHEETS, DEVICES, data_sheet, deciding_device
+from q2compile.cost_model.devices import (
+    DATA_SHEETS,
+    DEVICES,
+    data_sheet,
+    deciding_device,
+    reported_devices,
+    shown_devices,
+)
 
 B200, RTX5090 = DEVICES
 
@@ -34,6 +41,7 @@ def test_devices_are_found_by_name():
         "NVIDIA B300 SXM6 AC": "B300",
         "NVIDIA GB300": "GB300",
         "NVIDIA H200": "H200",
+        "NVIDIA H100 80GB HBM3": "H100",
         "NVIDIA GB10": "GB10",
         "NVIDIA GeForce RTX 5090": "RTX 5090",
         "NVIDIA GeForce RTX 5080": "RTX 5080",
@@ -45,6 +53,7 @@ def test_devices_are_found_by_name():
         "NVIDIA GeForce RTX 5090 D": None,
         "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition": None,
         "NVIDIA H200 NVL": None,
+        "NVIDIA H100 PCIe": None,
         "NVIDIA GeForce RTX 4090": None,
     }
     found = {name: data_sheet(name) for name in names}
@@ -64,3 +73,21 @@ def test_the_device_that_decides(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda c=capability: c)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda n=model: f"NVIDIA {n}")
         assert deciding_device().name == name
+
+
+@pytest.mark.parametrize(
+    ("name", "reported", "shown"),
+    [
+        ("H100 80GB HBM3", ["h100", "b200", "rtx5090"], ["h100", "b200"]),
+        ("GeForce RTX 5090", ["rtx5090", "b200"], ["rtx5090", "b200"]),
+        ("B200", ["b200", "rtx5090"], ["b200", "rtx5090"]),
+        ("GeForce RTX 4090", ["b200", "rtx5090"], ["b200", "rtx5090"]),
+    ],
+)
+def test_a_report_begins_with_the_gpu_that_is_present(monkeypatch, name, reported, shown):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: f"NVIDIA {name}")
+    assert [device.column for device in reported_devices()] == reported
+    rows = [{}, dict.fromkeys(reported, {})]
+    assert [device.column for device in shown_devices(rows)] == shown
+    assert shown_devices([{}]) == list(DEVICES)

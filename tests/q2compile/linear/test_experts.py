@@ -16,7 +16,7 @@ from q2compile import explain
 from q2compile.compiler.post_grad_passes import PostGradPasses
 from q2compile.errors import NotTakenError
 from q2compile.passes.graph_queries import op_counts
-from q2compile.report.report import Report, collector
+from q2compile.report.report import RunReport, collector
 from q2compile.runtime_kernels.ops.table import quantizer_of
 from tests.support import quantizer_calls as calls
 
@@ -136,9 +136,9 @@ def _loops_in_one_graph() -> Any:
         yield
 
 
-def compiled(model: nn.Module, **options: Any) -> tuple[Any, Report]:
+def compiled(model: nn.Module, **options: Any) -> tuple[Any, RunReport]:
     """The model under the backend, and the report that fills while it runs."""
-    report = Report()
+    report = RunReport()
 
     def call(*args: Tensor) -> Tensor:
         token = collector.set(report)

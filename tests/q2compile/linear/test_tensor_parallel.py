@@ -27,7 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from q2compile import explain
 from q2compile.linear.tensor_parallel import ShardingPlan, smallest_part
-from q2compile.report.report import Report
+from q2compile.report.report import RunReport
 from q2compile.torch_internals.aot_autograd import aot_eager_compile
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -132,7 +132,7 @@ def test_no_collective_more_than_torchs_own_linear(
     assert own <= collectives_of_torch(Placed(x, w, bias))
 
 
-def reported(model: nn.Module, *args: Tensor) -> Report:
+def reported(model: nn.Module, *args: Tensor) -> RunReport:
     return explain(model, *args, options={"inner": "eager"})
 
 

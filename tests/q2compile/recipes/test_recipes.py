@@ -30,7 +30,7 @@ def test_every_list_of_recipes_has_each():
     for page in ("README.md", "examples/guides/options.md"):
         (others,) = re.findall(r'"recipe": "quartet2",  # or (.*), or ', text(page))
         assert ["quartet2", *others.split(", ")] == list(RECIPES)
-    page = text("q2compile/report/page/static/model.js")
+    page = text("q2compile/tools/page/static/model.js")
     colors = re.search(r"KNOWN_RECIPES = \[(.*?)\]", page, re.DOTALL)
     tables = re.search(r"RECIPES = \((.*?)\n\)", text("examples/paper_tables.py"), re.DOTALL)
     for found in (colors, tables):

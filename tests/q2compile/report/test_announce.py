@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from q2compile.cost_model.predict import predict
+from q2compile.recipes.published import RECIPES
 from q2compile.report import announce
 from q2compile.report.row import Row
 from q2compile.torch_internals import trace
@@ -129,6 +131,30 @@ def test_names_that_were_left_are_counted_by_reason():
     )
     nothing = announce.summary([row("a", why="recipe: bf16")])
     assert nothing == "q2compile: 0 of 1 matmuls quantized; left: a (recipe)"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "recipe", "shape", "graphs", "line"),
+    [
+        ("B200", "quartet2", (4096, 512, 512), False, "the GPU waits for the host"),
+        ("B200", "quartet2", (4096, 512, 512), True, "the layers are too small; options="),
+        ("B200", "quartet2", (4096, 4096, 4096), False, None),
+        ("H100 80GB HBM3", "quartet2", (4096, 4096, 4096), False, 'options={"recipe": "fp8"}'),
+        ("H100 80GB HBM3", "fp8", (4096, 4096, 4096), False, None),
+        ("GeForce RTX 4090", "quartet2", (4096, 512, 512), False, None),
+    ],
+)
+def test_who_loses_time_is_told(monkeypatch, gpu, recipe, shape, graphs, line):
+    """By the prediction for the GPU that is present; none is made for one that is not known."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: f"NVIDIA {gpu}")
+    taken = row("up", True, fprop=RECIPES[recipe].texts()[0])
+    prediction = predict(RECIPES[recipe], shape, cuda_graphs=graphs)
+    *_, taken.predicted = prediction.plain()
+    lines = announce.slower([taken, Row("lm_head", shape)])
+    assert len(lines) == (line is not None)
+    for text in lines:
+        assert text.startswith(f"on this {gpu.split()[0]} the quantized matmuls") and line in text
 
 
 def test_a_graph_without_weights_or_all_in_bf16_is_not_the_first(run, caplog):

@@ -12,7 +12,7 @@ from expecttest import TestCase
 from torch import nn
 
 import q2compile
-from q2compile.report.report import Report, table
+from q2compile.report.report import RunReport, table
 from q2compile.report.row import Row
 from q2compile.tools import cli
 from tests.support.new_process import forget_dump_folders
@@ -279,5 +279,15 @@ def test_a_row_is_a_line_whatever_its_module_is_called():
 
 
 def test_an_empty_report_prints():
-    assert "0 of 0 matmuls" in str(Report())
-    assert Report().to_json() == []
+    assert "0 of 0 matmuls" in str(RunReport())
+    assert RunReport().to_json() == []
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "quartet2", "fp8"])
+def test_saved_codes_count_as_the_elements_that_they_stand_for(recipe):
+    """Two 4-bit codes are a byte. nvfp4 saves w's codes transposed."""
+    model = nn.Sequential(nn.Linear(64, 48, bias=False), nn.Linear(48, 64, bias=False))
+    options = {**EAGER, "recipe": recipe, "recompute_weights": False}
+    x = torch.randn(32, 64, requires_grad=True)
+    rows = q2compile.explain(model, x, options=options).rows
+    assert [row.saved_elements for row in rows] == [32 * 64 + 48 * 64, 32 * 48 + 64 * 48]

@@ -7,10 +7,10 @@ from torch import nn
 
 import q2compile
 from q2compile.report.model_rows import layers, of_model, rows_of_layers
-from q2compile.report.page.document import document
-from q2compile.report.page.headline import headline, predicted_ratios
-from q2compile.report.read_dump import read_dump
 from q2compile.report.row import Row
+from q2compile.tools.page.document import document
+from q2compile.tools.page.headline import headline, predicted_ratios
+from q2compile.tools.page.read_dump import read_dump
 from tests.support.page_dumps import VOCABULARY, Net
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from q2compile.report.page.headline import of_records
 from q2compile.telemetry.read import MOST_STEPS, read_folder
+from q2compile.tools.page.headline import of_records
 from tests.support.page_records import NONFINITE, record, written
 
 

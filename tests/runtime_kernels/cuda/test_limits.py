@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from q2compile.report.report import Report
+from q2compile.report.report import RunReport
 from q2compile.report.row import Row
 from q2compile.runtime_kernels import kernel_states, registry
 from q2compile.runtime_kernels.cuda import checked_cases, emulated, selfcheck
@@ -218,10 +218,10 @@ def test_reports_of_a_gpu_say_it(gpu, monkeypatch) -> None:
     gpu((9, 0))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert Report().notes == []
+    assert RunReport().notes == []
     assert len(registry.emulated()) == 1 and "emulated in BF16" in registry.emulated()[0]
-    monkeypatch.setattr(Report, "rows", [Row("up", (), device="cuda")])
-    assert Report().notes == registry.emulated()
+    monkeypatch.setattr(RunReport, "rows", [Row("up", (), device="cuda")])
+    assert RunReport().notes == registry.emulated()
 
 
 def test_a_reference_that_serves_a_gpu_is_said_once_with_the_reasons(monkeypatch, caplog) -> None:

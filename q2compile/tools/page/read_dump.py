@@ -15,8 +15,8 @@ from q2compile.errors import ConfigError, shown
 from q2compile.passes.record import PassRecord
 from q2compile.recipes.published import RECIPES
 from q2compile.recipes.recipe import GEMMS
-from q2compile.report.page.headline import headline
 from q2compile.report.row import Row, cells
+from q2compile.tools.page.headline import headline
 
 T = TypeVar("T")
 

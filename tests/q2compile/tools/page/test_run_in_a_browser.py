@@ -10,7 +10,7 @@ from torch import nn
 
 import q2compile
 from q2compile.tools import cli
-from q2compile.tools.report_page import run_page
+from q2compile.tools.page.command import run_page
 from tests.support.page_data import data_of
 from tests.support.page_dumps import dump_of_net
 from tests.support.page_records import NONFINITE, compared, record, written

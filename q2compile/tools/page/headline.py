@@ -7,8 +7,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from q2compile.cost_model.devices import DEVICES
+from q2compile.cost_model.devices import shown_devices
 from q2compile.report.model_rows import layers, of_model
+from q2compile.tools.time_words import time_words
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _NAMED = 3  # reasons that are spelt out
@@ -34,15 +35,6 @@ def of_records(telemetry: Mapping[str, Any]) -> list[str]:
     which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
     plural = "" if len(modules) == 1 else "s"
     return [f"{len(modules)} module{plural}, {which}{of_ranks}."]
-
-
-def time_words(ratio: float) -> str:
-    """A time as a multiple of BF16's, in words."""
-    if ratio < 0.995:
-        return f"{ratio:.2f} times BF16's time (faster)"
-    if ratio < 1.005:
-        return "as long as BF16"
-    return f"{ratio:.{1 if ratio >= 2 else 2}f} times BF16's time (slower)"
 
 
 def bytes_words(n: float) -> str:
@@ -148,5 +140,5 @@ def predicted_ratios(taken: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     return {
         device.name: sum(times[device.column]["microseconds"] for times in predicted)
         / sum(times[device.column]["bf16_microseconds"] for times in predicted)
-        for device in DEVICES
+        for device in shown_devices(predicted)
     }

@@ -17,7 +17,7 @@ const SERIES = 9;
 // Rows of a layer: of the graph that it is counted by, and of others.
 const PARTS = ["the model", "other shapes", "inference"];
 
-// data: see q2compile/report/page/document.py. Adds to it: each row's place, recipe, kernels, and
+// data: see q2compile/tools/page/document.py. Adds to it: each row's place, recipe, kernels, and
 // `path`, where it stands in the tree; tree, the root of it; and `texts`, unpacked on demand.
 function loadModel(data) {
   const tints = recipeTints(data.recipes);

@@ -12,7 +12,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-_FRAME = "q2compile.report.page"
+_FRAME = "q2compile.tools.page"
 
 
 def static(name: str, package: str = _FRAME) -> str:

@@ -33,21 +33,21 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from q2compile.cost_model.devices import ASSUMPTIONS, DEVICES
+from q2compile.cost_model.devices import ASSUMPTIONS, shown_devices
 from q2compile.recipes.recipe import GEMMS
 from q2compile.report.model_rows import rows_of_layers
-from q2compile.report.page.assemble import assemble, packed, static
-from q2compile.report.page.errors import (
+from q2compile.tools.page.assemble import assemble, packed, static
+from q2compile.tools.page.errors import (
     Error,
     gemm_errors,
     operand_errors,
     shares,
     worst_by_module,
 )
-from q2compile.report.page.findings import findings
-from q2compile.report.page.foot import foot
-from q2compile.report.page.headline import headline, of_records
-from q2compile.report.page.saved_tensors import saved_tensors
+from q2compile.tools.page.findings import findings
+from q2compile.tools.page.foot import foot
+from q2compile.tools.page.headline import headline, of_records
+from q2compile.tools.page.saved_tensors import saved_tensors
 
 _SCRIPTS = (
     "model.js",
@@ -115,6 +115,7 @@ def document(
     worst = worst_by_module(operands or gemm_errors(comparison, rows))
     share = shares(comparison)
     layers = rows_of_layers(rows)
+    devices = shown_devices(row["predicted"] for row in rows)
     shown = [_row(row, recipes, kernels, worst, share) for row in layers]
     given = [options.get("policy") or {} for options in (run or {}).get("options", ())]
     if not given and comparison:
@@ -125,7 +126,7 @@ def document(
         "name": name,
         "headline": headline(rows) if rows or telemetry is None else of_records(telemetry),
         "findings": findings(rows, telemetry, comparison, operands, in_force),
-        "devices": [{"column": d.column, "name": d.name} for d in DEVICES],
+        "devices": [{"column": d.column, "name": d.name} for d in devices],
         "assumptions": ASSUMPTIONS,
         "recipes": [json.loads(text) for text in recipes.values],
         "kernels": [json.loads(text) for text in kernels.values],

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers go back to bf16, by the measurements of `compare`; the one place that decides it.
+"""Which layers go to FP8 or back to BF16, by the measurements of `compare`; the one place that
+decides it.
 
 Layers are chosen by kind: modules whose names differ only in numbers belong together. A policy that
 tells equal layers apart is refused where one graph serves them, as under FSDP2, and `compare` can't
@@ -19,6 +20,7 @@ from q2compile.recipes.policy import patterns_of
 from q2compile.recipes.recipe import GEMMS
 
 BUDGET = 0.1  # of `compare`, where none is given
+_STEPS = 2000  # that a budget is divided into, so that not all choices need be kept
 
 
 def kinds_of(names: Iterable[str]) -> list[list[str]]:
@@ -45,21 +47,44 @@ def worst_layers(
     budget: float,
     of: str = "flops",
     device: str = DEVICES[0].column,
-) -> list[list[str]]:
-    """The kinds of layers that go back to bf16, the worst first; one for which the budget has no
-    room left is passed over. For the arguments see `Comparison.policy`.
+) -> dict[tuple[str, ...], str]:
+    """Kinds of layers -> "fp8" or "bf16": the choice that removes most of the error for what the
+    budget allows, with the kind of which most is removed first. For the arguments see
+    `Comparison.policy`.
 
     Raises ValueError where a size is symbolic, so that nothing is known of costs.
     """
-    by_name = {m["module"]: m for m in modules}
-    chosen = []
     room = budget * total_size(modules, of, device)
+    by_name = {m["module"]: m for m in modules}
+    # The best choices found so far at each cost: (cost, error removed, kind -> (value, its part)).
+    best: list[tuple[float, float, dict[tuple[str, ...], tuple[str, float]]]] = [(0.0, 0.0, {})]
     for kind in ranked(modules) if budget else []:
-        cost = sum(cost_of(by_name[name], of, device) for name in kind)
-        if cost <= room * (1 + 1e-9):
-            chosen.append(kind)
-            room -= cost
-    return chosen
+        members = [by_name[name] for name in kind]
+        found = list(best)
+        for value in ("fp8", "bf16"):
+            gain = sum(_removed(m, value) for m in members)
+            cost = sum(cost_of(m, of, device, value) for m in members) if gain > 0 else math.inf
+            found += [
+                (at + cost, removed + gain, choices | {tuple(kind): (value, gain)})
+                for at, removed, choices in best
+                if at + cost <= room * (1 + 1e-9)
+            ]
+        at_cost = {round(_STEPS * one[0] / room): one for one in sorted(found, key=_by_removed)}
+        best = list(at_cost.values())
+    _, _, choices = max(best, key=_by_removed)
+    worst_first = sorted(choices.items(), key=lambda item: -item[1][1])
+    return {kind: value for kind, (value, _) in worst_first}
+
+
+def _by_removed(choice: tuple[float, float, Any]) -> tuple[float, float]:
+    """The key of a choice of `worst_layers`: more error removed is better, then less cost."""
+    cost, removed, _ = choice
+    return removed, -cost
+
+
+def rules_of(chosen: Mapping[tuple[str, ...], str], names: Sequence[str]) -> dict[str, str]:
+    """The policy's rules for what `worst_layers` chose; they match no other of ``names``."""
+    return {p: value for kind, value in chosen.items() for p in patterns_of(kind, names)}
 
 
 def policy_of(
@@ -79,10 +104,23 @@ def total_size(modules: Iterable[Mapping[str, Any]], of: str, device: str) -> fl
     return sum(_size(m, of, device) for m in modules)
 
 
-def cost_of(module: Mapping[str, Any], of: str, device: str) -> float:
-    """The part of the budget that a module in bf16 uses up."""
+def cost_of(module: Mapping[str, Any], of: str, device: str, value: str = "bf16") -> float:
+    """The part of the budget that a module in bf16 or fp8 uses up."""
     size = _size(module, of, device)
-    return size if of == "flops" else max(0.0, module["bf16_microseconds"][device] - size)
+    if of == "flops":  # a GEMM in FP8 takes twice the time of one in FP4, in BF16 four times
+        return size if value == "bf16" else size / 3
+    times = module["bf16_microseconds"] if value == "bf16" else module.get("fp8_microseconds", {})
+    return max(0.0, times.get(device, math.inf) - size)
+
+
+def _removed(module: Mapping[str, Any], value: str) -> float:
+    """The error that a module no longer makes in bf16 or fp8, as `_rank` measures it. What no
+    number measures counts as more than all others."""
+    rank = min(_rank(module), 1e30)
+    if value == "bf16":
+        return rank
+    left = module.get("fp8_effect")
+    return rank - left**2 if left is not None and rank < 1e30 else 0.0
 
 
 def _size(module: Mapping[str, Any], of: str, device: str) -> float:

@@ -8,15 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from q2compile.errors import ConfigError
-from q2compile.report.page.document import report_page
-from q2compile.report.read_dump import (
+from q2compile.telemetry.read import is_telemetry, other_runs, read_folder
+from q2compile.tools.measure import measure
+from q2compile.tools.page.document import report_page
+from q2compile.tools.page.read_dump import (
     read_comparison,
     read_dump,
     read_run,
     rows_of_comparison,
 )
-from q2compile.telemetry.read import is_telemetry, other_runs, read_folder
-from q2compile.tools.measure import measure
 
 _COMPARISON = "compare.json"  # as q2compile compare names it
 

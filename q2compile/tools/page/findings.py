@@ -7,13 +7,21 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from q2compile.cost_model.devices import DEVICES
+from q2compile.cost_model.devices import shown_devices
 from q2compile.errors import ConfigError
 from q2compile.recipes.policy import AUTO, compiled_pattern, patterns_of
 from q2compile.recipes.recipe import BF16
 from q2compile.report.model_rows import of_model
-from q2compile.report.page.errors import OUTLIERS, Data, Error, shares
-from q2compile.report.worst_layers import BUDGET, after, kinds_of, policy_of, ranked, worst_layers
+from q2compile.tools.page.errors import OUTLIERS, Data, Error, shares
+from q2compile.tools.worst_layers import (
+    BUDGET,
+    after,
+    kinds_of,
+    policy_of,
+    ranked,
+    rules_of,
+    worst_layers,
+)
 
 # A kind of layer stands out with this share of the gradient's squared error, and so many times
 # its share of the FLOPs.
@@ -133,7 +141,7 @@ def _finite(telemetry: Data | None) -> list[tuple[str, Rules]]:
 
 
 def _shares(comparison: Data | None, layers: _Layers) -> list[tuple[str, Rules]]:
-    """The kinds of layers that go back to BF16 by the comparison, or else the worst one."""
+    """The kinds of layers that the comparison puts into FP8 or BF16, or else the worst one."""
     if not comparison or not (share := shares(comparison)):
         return []
     flops = {m["module"]: m["flops"] or 0 for m in comparison["modules"]}
@@ -142,13 +150,13 @@ def _shares(comparison: Data | None, layers: _Layers) -> list[tuple[str, Rules]]
     try:
         chosen = worst_layers(comparison["modules"], **limits)
     except ConfigError:  # costs are not known
-        chosen = []
-    shown = chosen or ranked(comparison["modules"])[:1]
+        chosen = {}
+    shown = [*chosen] or ranked(comparison["modules"])[:1]
     part = sum(share.get(name, 0.0) for kind in shown for name in kind)
     work = sum(flops[name] for kind in shown for name in kind) / total if total else 0.0
     accounts = "accounts" if len(shown) == 1 else "account"
     what = f"{layers.called(shown)} {accounts} for {part:.0%} of the gradient's squared error"
-    rules = policy_of(chosen, layers.names)
+    rules = rules_of(chosen, layers.names)
     if part < max(SHARE, TIMES * work):
         text = f"No kind of layer stands out: {what} and {_percent(work)} of the quantized FLOPs."
         return [(text, rules)]
@@ -160,8 +168,9 @@ def _shares(comparison: Data | None, layers: _Layers) -> list[tuple[str, Rules]]
 
 def _slower(taken: Sequence[Data], layers: _Layers) -> list[tuple[str, Rules]]:
     """Layers that are predicted to lose time."""
-    device = DEVICES[0]
     predicted = [row for row in taken if row["predicted"]]
+    shown = shown_devices(row["predicted"] for row in predicted)
+    device = next(device for device in shown if not device.emulates)
     kinds = kinds_of(row["module"] for row in predicted)
     times = [
         [row["predicted"][device.column] for row in predicted if row["module"] in of]

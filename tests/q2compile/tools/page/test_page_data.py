@@ -9,14 +9,15 @@ import re
 import pytest
 import torch
 
-from q2compile.report.page.assemble import assemble, packed, script_json
-from q2compile.report.page.document import document, report_page
-from q2compile.report.page.headline import bytes_words, headline, time_words
-from q2compile.report.page.saved_tensors import saved_tensors
-from q2compile.report.read_dump import read_dump
 from q2compile.report.row import Row
 from q2compile.tools.measure import measure
-from q2compile.tools.report_page import run_page
+from q2compile.tools.page.assemble import assemble, packed, script_json
+from q2compile.tools.page.command import run_page
+from q2compile.tools.page.document import document, report_page
+from q2compile.tools.page.headline import bytes_words, headline
+from q2compile.tools.page.read_dump import read_dump
+from q2compile.tools.page.saved_tensors import saved_tensors
+from q2compile.tools.time_words import time_words
 from tests.support.page_data import data_of, unpacked
 from tests.support.page_dumps import SCRIPT, dump_of_net, with_more_layers
 
