@@ -64,7 +64,7 @@ def state_of(reason: str) -> str:
 
 
 class Result(NamedTuple):
-    """What a check found.
+    """The result of a check.
 
     reason: None if the kernel passed, otherwise why it is rejected.
     differs: whether it is rejected because its numbers are wrong. Any other rejection may come from

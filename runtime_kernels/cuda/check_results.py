@@ -232,7 +232,7 @@ def _read(request: Request) -> dict[str, Any]:
 
 
 def _read_file(path: Path) -> dict[str, Any]:
-    """What a file says; nothing if it is damaged."""
+    """The content of a file; nothing if it is damaged."""
     try:
         known = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

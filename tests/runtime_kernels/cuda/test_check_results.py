@@ -159,7 +159,7 @@ def test_a_kernel_that_changed_is_checked_again(monkeypatch, file) -> None:
     ids=lambda error: str(error)[:30],
 )
 def test_a_check_that_lacked_memory_is_no_verdict(gpu, monkeypatch, error):
-    """It is made again at the next call, and the kernel serves then."""
+    """It runs again at the next call, and the kernel serves then."""
     gpu((12, 0))
     results, stored = [error, None], []
 
