@@ -51,7 +51,7 @@ def why_unwritable(folder: Path) -> str | None:
         why = f"{folder} can't be written ({error.strerror or error})"
     LOG.warning(
         "q2compile: %s; compiled kernels and results of self-checks are kept in the folder for "
-        "temporary files, and come anew if that is emptied: Q2COMPILE_CACHE_DIR names another",
+        "temporary files, and recreated if that is emptied: Q2COMPILE_CACHE_DIR names another",
         why,
     )
     return why
