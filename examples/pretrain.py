@@ -4,8 +4,8 @@
     python examples/pretrain.py corpus --data texts/ more.txt --out corpus/
     python examples/pretrain.py train --corpus corpus/ --runs bf16,quartet2,nvfp4 --seeds 0,1,2 \\
         --size 30m --tokens 75e6 --mode reduce-overhead --out runs/30m
-    python examples/pretrain.py train --corpus corpus/ --plan examples/pretraining/table.toml \\
-        --devices cuda:0,cuda:1 --time-limit 540 --out runs/table
+    python examples/pretrain.py train --corpus corpus/ --plan examples/pretraining/plans.toml \\
+        --folders 75M,305M --devices cuda:0,cuda:1 --time-limit 540 --out runs/table
 
     python examples/pretrain.py page --of runs/table
     python examples/pretrain.py throughput --corpus corpus/ --runs bf16 --mode reduce-overhead
@@ -291,6 +291,8 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--seeds", type=numbers, default=[0], help="comma-separated")
     add("--plan", type=Path, help="TOML with a [[comparison]] a folder: folder, runs, seeds, ...")
+    text = "comma-separated: of the plan, these comparisons alone"
+    add("--folders", type=lambda text: text.split(","), default=[], help=text)
     add("--tokens", type=float, default=75e6, help="to train on, by default 75e6")
     text = "train the first steps once per seed, in BF16, and let every run go on from there: a "
     text += "step, or a share of the steps below 1"

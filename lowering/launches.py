@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import sympy
@@ -82,16 +82,22 @@ def _member(op: torch._ops.OpOverload, args: Sequence[Any]) -> tuple[Member, Any
         return None
     for i, layout in _layouts_of(name, realized).items():
         realized[i] = _laid_out(realized[i], layout)
-    results = results_of(op, realized)
+    return member_with_outputs(V.current_node, op, realized)
+
+
+def member_with_outputs(
+    node: fx.Node, op: torch._ops.OpOverload, args: Sequence[Any]
+) -> tuple[Member, Any]:
+    """A call to be launched, with new buffers for the outputs that are read; and its outputs."""
+    results = results_of(op, args)
     is_tuple = isinstance(results, tuple | list)
     results = results if is_tuple else (results,)
-    wanted = wanted_outputs(op, len(results))
+    wanted = _wanted_outputs(op, len(results), node)
     buffers = [output_buffer(r) if w else None for r, w in zip(results, wanted, strict=True)]
     shaped = [
         b if b is None or r.dim() else view(b, []) for b, r in zip(buffers, results, strict=True)
     ]
-    member = Member(V.current_node, name, realized, buffers)
-    return member, tuple(shaped) if is_tuple else shaped[0]
+    return Member(node, name_of(op), args, buffers), tuple(shaped) if is_tuple else shaped[0]
 
 
 def _once_a_kind(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -259,12 +265,8 @@ def _laid_out(x: Any, layout: OperandLayout) -> Any:
     return ir.ExternKernel.require_contiguous(x)
 
 
-def wanted_outputs(
-    op: torch._ops.OpOverload, count: int, node: fx.Node | None = None
-) -> list[bool]:
-    """Which outputs of a node (by default the one that is lowered) are read. All, if the node is
-    lowered to more than one call."""
-    node = node or V.current_node
+def _wanted_outputs(op: torch._ops.OpOverload, count: int, node: fx.Node) -> list[bool]:
+    """Which outputs of a node are read. All, if the node is lowered to more than one call."""
     if count == 1 or node.target is not op:
         return [True] * count
     used = {output.args[1] for output in node.users if is_read(output)}
@@ -294,18 +296,18 @@ class Launches(LaunchNode):
         if device.type == "cuda" and (len(members) > 1 or products):
             compiled = compile_ahead([_launched(m.op, m.args) for m in members], device.index)
             begin(_checked_group(members, products), device, compiled)
-        tensors = [_unwrapped(a) for m in members for a in m.args if is_tensor(a)]
-        tensors += [_unwrapped(p.other) for p in products if is_tensor(p.other)]
-        buffers = [_unwrapped(b) for m in members for b in m.buffers if b is not None]
-        buffers += [_unwrapped(p.buffer) for p in products]
-        super().__init__(tensors, buffers)
+        others = [p.other for p in products if is_tensor(p.other)]
+        super().__init__(
+            [*map(unwrapped, (*tensors_of(members), *others))],
+            [*map(unwrapped, (*buffers_of(members), *(p.buffer for p in products)))],
+        )
 
     def codegen(self, wrapper: Any) -> None:
         assert not lowering_state().waiting, "calls still wait to be launched"
         fixed = self._fixed()
         tensors = iter(self._tensors)
         call_args: list[str] = []
-        sites = [self._site(member, wrapper, tensors, call_args, fixed) for member in self._members]
+        sites = [site_of(m, wrapper, tensors, call_args, fixed) for m in self._members]
         site = sites[0]
         if len(sites) > 1 or self._products:
             others, products = [], []
@@ -321,33 +323,45 @@ class Launches(LaunchNode):
             site = f"q2_GroupedCallSite({', '.join(parts)})"
         self._write(wrapper, site, call_args)
 
-    def _site(
-        self, member: Member, wrapper: Any, tensors: Any, call_args: list[str], fixed: bool
-    ) -> str:
-        """The text of a member's call site. Arguments of its calls are appended to `call_args`."""
-        shown: dict[str, Any] = {}
-        for (name, _), arg in zip(parameters(member.op), member.args, strict=True):
-            shown[name] = arg
-            if is_tensor(arg):
-                text, reference = call_argument(next(tensors), fixed)
-            elif _is_symbolic(arg):
-                text, reference = "...", wrapper.codegen_sizevar(arg)
-            else:
-                continue
-            shown[name] = Shown(text)
-            call_args.append(reference)
-        args, keywords = as_written(member.op, shown)
-        wanted = ", ".join(str(int(b is not None)) for b in member.buffers)
-        of = [repr(member.op), f"({', '.join(map(repr, args))},)", f"({wanted},)"]
-        of += [f"fixed={fixed}", *(f"{name}={arg!r}" for name, arg in keywords.items())]
-        return f"q2_CallSite({', '.join(of)})"
-
     def _fixed(self) -> bool:
         """Whether no size is symbolic."""
         sizes = [a for m in self._members for a in m.args if not is_tensor(a)]
         for x in (*self._tensors, *self._buffers):
             sizes += [*x.get_size(), *x.get_stride(), x.get_layout().offset]
         return not any(map(_is_symbolic, sizes))
+
+
+def tensors_of(members: Sequence[Member]) -> list[Any]:
+    """The operands of these calls."""
+    return [arg for member in members for arg in member.args if is_tensor(arg)]
+
+
+def buffers_of(members: Sequence[Member]) -> list[Any]:
+    """The buffers for their outputs."""
+    return [buffer for member in members for buffer in member.buffers if buffer is not None]
+
+
+def site_of(
+    member: Member, wrapper: Any, tensors: Iterator[Any], call_args: list[str], fixed: bool
+) -> str:
+    """The text of a member's call site. Arguments of its calls go to `call_args`. tensors:
+    operands of this and of later members."""
+    shown: dict[str, Any] = {}
+    for (name, _), arg in zip(parameters(member.op), member.args, strict=True):
+        shown[name] = arg
+        if is_tensor(arg):
+            text, reference = call_argument(next(tensors), fixed)
+        elif _is_symbolic(arg):
+            text, reference = "...", wrapper.codegen_sizevar(arg)
+        else:
+            continue
+        shown[name] = Shown(text)
+        call_args.append(reference)
+    args, keywords = as_written(member.op, shown)
+    wanted = ", ".join(str(int(b is not None)) for b in member.buffers)
+    of = [repr(member.op), f"({', '.join(map(repr, args))},)", f"({wanted},)"]
+    of += [f"fixed={fixed}", *(f"{name}={arg!r}" for name, arg in keywords.items())]
+    return f"q2_CallSite({', '.join(of)})"
 
 
 class Shown(str):
@@ -357,5 +371,6 @@ class Shown(str):
         return str(self)
 
 
-def _unwrapped(x: Any) -> Any:
+def unwrapped(x: Any) -> Any:
+    """The buffer of a tensor, which is realized."""
     return ir.InputsKernel.unwrap_storage_for_input(ir.ExternKernel.realize_input(x))

@@ -17,7 +17,14 @@ from q2compile.capture.inline_attention import inline_attention
 from q2compile.capture.module_names import Names
 from q2compile.compiler.compile_graph import compile_graph, compile_plain, holds_q2_ops
 from q2compile.compiler.post_grad_passes import fuses_rotations
-from q2compile.config import CallArguments, Config
+from q2compile.config import (
+    CallArguments,
+    Config,
+    disable_named_kernels,
+    raise_on_unsaved,
+    telemetry_options,
+    uses_cuda_graphs,
+)
 from q2compile.failures.stage_error import COMPILE, REWRITE, Faults
 from q2compile.linear.checks_ahead import begin_checks, begin_library, inductor_kernels_ahead
 from q2compile.lowering.inductor_kernels import selfcheck as inductor_selfcheck
@@ -58,11 +65,11 @@ def quartet2(
     announce.graph_came()
     warn_if_untested()
     config = Config.from_options(options, mode)
-    config.disable()
+    disable_named_kernels(config)
     if call := compile_call(quartet2):  # calls are equal only if their options mean the same
         call.kwargs = CallArguments(config)
     if compiles_ahead_of_time():
-        config.raise_on_unsaved()
+        raise_on_unsaved(config)
     restore_arguments(gm, example_inputs)
     names = Names.of_graph(gm)
     log = GraphLog(config, names)
@@ -74,7 +81,7 @@ def quartet2(
         inline_attention(rewritten)
         rows = rewrite(rewritten, config, names)
         gathered = GatheredInputs(rewritten, names.root)
-        gathered.note_gathered(rows, config.uses_cuda_graphs)
+        gathered.note_gathered(rows, uses_cuda_graphs(config))
         log.rewritten("1_rewritten", rewritten, rows, names)
         if not holds_q2_ops(rewritten):
             stage = ""
@@ -82,7 +89,7 @@ def quartet2(
             return log.checked(plain, names)
         stage = COMPILE
         _begin_checks(rows, example_inputs, config)
-        recorder = recorder_of(rewritten, config.telemetry_options, rows, names)
+        recorder = recorder_of(rewritten, telemetry_options(config), rows, names)
         watcher, root = log.watcher, names.root
         compiled = compile_graph(
             rewritten,

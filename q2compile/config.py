@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
@@ -144,10 +145,10 @@ class Config:
                     micro-batches of a step, and in inference (see `weight_cache` for what is seen
                     as a change, and what is not)
     recompute_weights  True: the backward recomputes codes of weights from the parameters, which
-                    saves 4.5 bits per parameter; False: codes are saved; "auto": codes that do
-                    not raise the peak of a step are saved (`passes.joint.saved_weights` has the
-                    rule). For other bf16 parameters, block scales are saved where codes follow from
-                    them: half a bit per parameter (see `passes.joint.save_weights`)
+                    saves 4.5 bits per parameter; False: codes are saved; "auto": codes are saved
+                    if they do not raise the peak of a step (`passes.joint.saved_weights` has the
+                    rule). Otherwise the block scales of bf16 parameters are saved where codes
+                    follow from them: half a bit per parameter (see `passes.joint.save_weights`)
     fuse_rotations  True: quantizers that rotate compute their operand themselves, where that is an
                     expression and expected to pay (`lowering.prologue`); "auto": on GPUs of compute
                     capability 9.x, where that was measured (`examples/benchmarks/quantizers.py`),
@@ -229,7 +230,7 @@ class Config:
         self._check_inductor()
         self._check_passes()
         self._check_kernels()
-        _ = self.resolved_policy, self.telemetry_options
+        _ = self._policy, self._telemetry
 
     def _check_inductor(self) -> None:
         inductor_options_of_mode(self.mode)
@@ -272,54 +273,12 @@ class Config:
         if self.disable_kernels:
             _check_kernel_names(f"kernel in {OPTION}", self.disable_kernels)
 
-    def disable(self) -> None:
-        """Has the kernels that the option and the environment name serve no call from now on."""
-        disable(self.disable_kernels, f"option {OPTION}")
-        if named := named_in_environment():
-            _check_kernel_names(f"kernel in {VARIABLE}", named)
-            disable(named, VARIABLE)
-
-    @property
-    def weights_by_peak(self) -> bool:
-        """Whether the memory of each graph decides which codes of weights are saved: not if another
-        option, or a disabled pass, saves them all."""
-        keeps_all = self.keep_packed or self.cache_weights
-        left_out = "recompute_weights" in self.disable_passes
-        return self.recompute_weights == "auto" and not keeps_all and not left_out
-
-    def raise_on_unsaved(self) -> None:
-        """Raises ConfigError for options that add to what is compiled what can't be saved."""
-        unsaved = {
-            "inner='eager'": self.inner == "eager",
-            "cache_weights=True": self.cache_weights,
-            "telemetry": self.telemetry is not None,
-        }
-        given = [name for name, is_given in unsaved.items() if is_given]
-        if given:
-            raise ConfigError(
-                f"{', '.join(given)} can't be used with aot_compile, which saves only the "
-                "code that Inductor generates: leave it out, or call the compiled function without "
-                "aot_compile"
-            )
-
-    @property
-    def uses_cuda_graphs(self) -> bool:
-        """Whether Inductor is asked here to launch kernels by CUDA graphs."""
-        asked = {**inductor_options_of_mode(self.mode), **self.inductor}
-        return bool(asked.get("triton.cudagraphs", False))
-
-    @property
-    def given(self) -> dict[str, Any]:
-        """The options that differ from their defaults."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {f.name: values[f.name] for f in fields(self) if values[f.name] != f.default}
-
     @cached_property
-    def resolved_policy(self) -> Policy:
+    def _policy(self) -> Policy:
         return Policy.build(self.recipe, self.policy, self.global_scale)
 
     @cached_property
-    def telemetry_options(self) -> TelemetryOptions | None:
+    def _telemetry(self) -> TelemetryOptions | None:
         return None if self.telemetry is None else TelemetryOptions.of(self.telemetry)
 
     @classmethod
@@ -336,7 +295,7 @@ class Config:
         if isinstance(options, Config):
             if options._has_read_file or not _read_config_file():
                 return options
-            options = options.given
+            options = changed_options(options)
         if not isinstance(options, Mapping | None):
             raise ConfigError(f"options: got {shown(options)}; allowed: a mapping or a Config")
         given = dict(options or {})
@@ -361,6 +320,62 @@ class Config:
     def _check_names(cls, options: Mapping[Any, Any]) -> None:
         for key in options:
             one_of("option", key, [f.name for f in fields(cls)])
+
+
+# `help` shows the options, and not the arguments of __new__.
+Config.__signature__ = signature(Config.__init__.__get__(object))  # type: ignore[attr-defined]
+
+
+def resolved_policy(config: Config) -> Policy:
+    """The recipe of each module, from the options ``recipe``, ``policy`` and ``global_scale``."""
+    return config._policy
+
+
+def telemetry_options(config: Config) -> TelemetryOptions | None:
+    """The parsed option ``telemetry``; None if nothing is recorded."""
+    return config._telemetry
+
+
+def changed_options(config: Config) -> dict[str, Any]:
+    """The options that differ from their defaults."""
+    return {f.name: v for f in fields(config) if (v := getattr(config, f.name)) != f.default}
+
+
+def disable_named_kernels(config: Config) -> None:
+    """Has the kernels that the option and the environment name serve no call from now on."""
+    disable(config.disable_kernels, f"option {OPTION}")
+    if named := named_in_environment():
+        _check_kernel_names(f"kernel in {VARIABLE}", named)
+        disable(named, VARIABLE)
+
+
+def saves_weights_by_peak(config: Config) -> bool:
+    """Whether the memory of each graph decides which codes of weights are saved. It does not if
+    another option, or a disabled pass, saves them all."""
+    keeps_all = config.keep_packed or config.cache_weights
+    left_out = "recompute_weights" in config.disable_passes
+    return config.recompute_weights == "auto" and not keeps_all and not left_out
+
+
+def uses_cuda_graphs(config: Config) -> bool:
+    """Whether the options ask Inductor to launch kernels by CUDA graphs."""
+    asked = {**inductor_options_of_mode(config.mode), **config.inductor}
+    return bool(asked.get("triton.cudagraphs", False))
+
+
+def raise_on_unsaved(config: Config) -> None:
+    """Raises ConfigError for options that add to what is compiled what can't be saved."""
+    unsaved = {
+        "inner='eager'": config.inner == "eager",
+        "cache_weights=True": config.cache_weights,
+        "telemetry": config.telemetry is not None,
+    }
+    given = [name for name, is_given in unsaved.items() if is_given]
+    if given:
+        raise ConfigError(
+            f"{', '.join(given)} can't be used with aot_compile, which saves only the code that "
+            "Inductor generates: leave it out, or call the compiled function without aot_compile"
+        )
 
 
 class CallArguments(Mapping[str, Any]):
@@ -452,9 +467,7 @@ def read_options_file(path_text: str, where: str) -> Mapping[str, Any]:
     path = Path(path_text)
     with naming(where):
         try:
-            text = path.read_text(
-                encoding="utf-8-sig"
-            )  # editors of Windows write a byte order mark
+            text = path.read_text(encoding="utf-8-sig")  # Windows may put a byte order mark first
             if path.suffix == ".toml":
                 loaded = tomllib.loads(text)
             elif path.suffix == ".json":

@@ -2,10 +2,11 @@
 """Compares the cost model with the rows measured on an H200, predicts Blackwell GPUs, and writes
 PREDICTED.md.
 
-    python examples/benchmarks/predicted.py [--count] [--out FILE]
+    python examples/benchmarks/predicted.py [--count] [--all] [--out FILE]
 
-Needs no GPU: it reads `results/`. With --count, after a change of a kernel, it counts instructions
-in machine code anew (instructions.py), which needs NVRTC. It predicts
+Needs no GPU: it reads `results/`. --all prints every kernel and every GPU, where PREDICTED.md has
+the kernels that miss their aim, and four GPUs. With --count, after a change of a kernel, it counts
+instructions in machine code anew (instructions.py), which needs NVRTC. It predicts
 
     the quantizers of kernels.json, from their bytes, instructions and launches;
     linear layers and a stack of experts, whole;
@@ -20,7 +21,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,7 +113,8 @@ def llama(
     ]
 
 
-def _transformers(config: dict[str, Any], tokens: int) -> list[tuple[int, Layer]]:
+def linears_of(config: dict[str, Any], tokens: int) -> list[tuple[int, Layer]]:
+    """(count, linear) of a Llama with a configuration of transformers."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     return llama(
         tokens,
@@ -160,8 +163,8 @@ def linears() -> Iterator[Compared]:
 
 
 STEPS = {
-    "llama_step": ("quartet2", _transformers(LLAMA, LLAMA_BATCH * LLAMA_SEQUENCE)),
-    "llama_8b_step": ("quartet2", _transformers(LLAMA_8B, LLAMA_8B_TOKENS)),
+    "llama_step": ("quartet2", linears_of(LLAMA, LLAMA_BATCH * LLAMA_SEQUENCE)),
+    "llama_8b_step": ("quartet2", linears_of(LLAMA_8B, LLAMA_8B_TOKENS)),
     "llama_30m_8x512": ("quartet2", _30m(8)),
     "llama_30m_64x512": ("quartet2", _30m(64)),
     "llama_30m_64x512_graphs": ("quartet2", _30m(64)),
@@ -202,89 +205,81 @@ def missing() -> list[str]:
 
 def table(rows: Iterable[Compared]) -> str:
     """As Markdown."""
-    lines = ["| row | predicted | measured | predicted over measured | |", "|---|---|---|---|---|"]
+    lines = ["| row | predicted | measured | ratio |", "|---|---|---|---|"]
     for row in rows:
         digits = 1 if row.unit == "us" else 2
         predicted, measured = (f"{n:.{digits}f} {row.unit}" for n in (row.predicted, row.measured))
-        missed = "missed" if abs(row.error) > row.target else ""
-        lines.append(
-            f"| `{row.name}` | {predicted} | {measured} | {1 + row.error:.2f} | {missed} |"
-        )
+        missed = ", missed" if abs(row.error) > row.target else ""
+        lines.append(f"| `{row.name}` | {predicted} | {measured} | {1 + row.error:.2f}{missed} |")
     return "\n".join(lines)
 
 
 BLACKWELLS = tuple(device for device in DATA_SHEETS if not device.emulates)
-RECIPES = ("quartet2", "tetrajet2", "nvfp4", "quartet", "mxfp4")
+SHOWN = ("B200", "B300", "RTX 5090", "RTX PRO 6000")  # in PREDICTED.md
+RECIPES = (
+    *("quartet2", "quartet2_search", "nvfp4", "tetrajet2", "quartet"),
+    *("mxfp4", "mxfp4_2d", "fp8", "quartet2_fp8"),
+)
 GAINS = ((8192, 4096, 4096), (8192, 14336, 4096), (16384, 24576, 6144))
-_TE, _TORCHAO = "github.com/NVIDIA/TransformerEngine/pull/2412", "github.com/pytorch/ao/pull/4487"
+TRANSFORMER_ENGINE = "github.com/NVIDIA/TransformerEngine/pull/2412"
+TORCHAO = "github.com/pytorch/ao/pull/4487"
 _BYTES = 2 + 9 / 16  # of an element that is read in bf16 and written in NVFP4
 _MORE_BYTES = 9 / 16  # written columnwise, too
 _TORCHAO_ELEMENTS = 2048 * 28672
-# A case; the kernel of others that it is nearest to; its GPU, picoseconds an element, source.
+# A case; the kernel of others that it is nearest to; its GPU, picoseconds an element.
 PUBLISHED = (
-    ("quantize_rtn", "Transformer Engine, row", "B300", _BYTES / 7.2, _TE),
-    ("nvfp4_dgrad_row", "Transformer Engine, row, SR", "B300", _BYTES / 7.0, _TE),
-    ("nvfp4_both", "Transformer Engine, both, SR", "B300", (_BYTES + _MORE_BYTES) / 4.5, _TE),
-    ("nvfp4_x_both", "torchao, CuTe DSL", "GB200", 67.94e6 / _TORCHAO_ELEMENTS, _TORCHAO),
-    ("nvfp4_x_both", "torchao, Triton", "GB200", 113.74e6 / _TORCHAO_ELEMENTS, _TORCHAO),
+    ("quantize_rtn", "Transformer Engine, row", "B300", _BYTES / 7.2),
+    ("nvfp4_dgrad_row", "Transformer Engine, row, SR", "B300", _BYTES / 7.0),
+    ("nvfp4_both", "Transformer Engine, both, SR", "B300", (_BYTES + _MORE_BYTES) / 4.5),
+    ("nvfp4_x_both", "torchao, CuTe DSL", "GB200", 67.94e6 / _TORCHAO_ELEMENTS),
+    ("nvfp4_x_both", "torchao, Triton", "GB200", 113.74e6 / _TORCHAO_ELEMENTS),
 )
 PUBLISHED_ELEMENTS = 16384 * 8192  # of the predictions beside them
 
 
-def rates() -> str:
+KINDS = ("bf16", "fp8", "fp4")
+
+
+def rates(devices: Sequence[Device]) -> str:
     """Peaks, shares of them and their sources, as Markdown."""
-    lines = [
-        "| GPU | GEMM | peak, TFLOP/s | share reached | TFLOP/s | source of the share |",
-        "|---|---|---|---|---|---|",
-    ]
-    for device in DATA_SHEETS:
-        for kind, rate in device.gemms.items():
-            lines.append(
-                f"| {device.name} | {kind} | {rate.peak / 1e12:.5g} | {rate.share:.3g} "
-                f"| {rate.reached / 1e12:.0f} | {rate.source} |"
-            )
+    lines = [f"| GPU | {' | '.join(KINDS)} | source |", "|---" * (2 + len(KINDS)) + "|"]
+    for device in devices:
+        of = [device.gemms[kind] for kind in KINDS]
+        cells = [f"{rate.peak / 1e12:.5g} x {rate.share:.3g}" for rate in of]
+        named = "; ".join(device.gemms[kind].source for kind in ("bf16", "fp4"))
+        sources = dict.fromkeys(re.split(", |; ", named))
+        lines.append(f"| {device.name} | {' | '.join(cells)} | {', '.join(sources)} |")
     return "\n".join(lines)
 
 
-def gains() -> str:
-    """Predicted times of linears over BF16's, as Markdown."""
-    lines = [
-        "| recipe, T x N x K | " + " | ".join(device.name for device in BLACKWELLS) + " |",
-        "|---" * (1 + len(BLACKWELLS)) + "|",
-    ]
+def gains(devices: Sequence[Device]) -> str:
+    """Predicted times of the linears over BF16's, as Markdown."""
+    lines = [f"| recipe | {' | '.join(device.name for device in devices)} |"]
+    lines.append("|---" * (1 + len(devices)) + "|")
     for recipe in RECIPES:
-        for shape in GAINS:
-            own = " | ".join(f"{_time(recipe, shape, device):.2f}" for device in BLACKWELLS)
-            lines.append(f"| {recipe}, {' x '.join(map(str, shape))} | {own} |")
-    return "\n".join(lines)
-
-
-def quantizers() -> str:
-    """Predicted microseconds of the quantizers of a linear, as Markdown."""
-    lines = [
-        "| recipe | " + " | ".join(device.name for device in BLACKWELLS) + " |",
-        "|---" * (1 + len(BLACKWELLS)) + "|",
-    ]
-    for recipe in RECIPES:
-        steps = recipe_steps(resolve(recipe), Layer(*GAINS[0]), list(GEMMS))
-        own = [step for step in steps if step.quantizer is not None]
-        sums = (1e6 * sum(step.seconds(device) for step in own) for device in BLACKWELLS)
-        lines.append(f"| {recipe} | {' | '.join(f'{each:.0f}' for each in sums)} |")
+        times = (
+            ", ".join(f"{_time(recipe, shape, device):.2f}" for shape in GAINS)
+            for device in devices
+        )
+        lines.append(f"| `{recipe}` | {' | '.join(times)} |")
     return "\n".join(lines)
 
 
 def published() -> str:
     """Quantizers of others as published, beside the nearest predicted one, as Markdown."""
-    lines = [
-        "| case | GPU | predicted, ps | published, ps | of | source |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = ["| case | GPU | predicted, ps | published, ps | of |", "|---|---|---|---|---|"]
     devices = {device.name: device for device in DATA_SHEETS}
-    for case, of, gpu, picoseconds, source in PUBLISHED:
+    for case, of, gpu, picoseconds in PUBLISHED:
         seconds = step_of(case, PUBLISHED_ELEMENTS).seconds(devices[gpu])
         own = f"{1e12 * seconds / PUBLISHED_ELEMENTS:.2f}"
-        lines.append(f"| `{case}` | {gpu} | {own} | {picoseconds:.2f} | {of} | {source} |")
-    return "\n".join(lines)
+        lines.append(f"| `{case}` | {gpu} | {own} | {picoseconds:.2f} | {of} |")
+    return PUBLISHED_PAGE.format(
+        table="\n".join(lines),
+        engine=TRANSFORMER_ENGINE,
+        torchao=TORCHAO,
+        bytes=_BYTES,
+        both=_BYTES + _MORE_BYTES,
+    )
 
 
 def _time(recipe: str, shape: tuple[int, ...], device: Device) -> float:
@@ -298,104 +293,105 @@ PAGE = """\
 # Predicted and measured
 
 Written by `python examples/benchmarks/predicted.py` from the cost model (`q2compile/cost_model`)
-and the rows of `results/` that were measured on an H200. Each row in `results/` has its date, its
-versions and its command. The aims are {kernels:.0%} for kernels and {steps:.0%} for layers and
-steps. A row that misses its aim says "missed".
+and the rows of `results/` that were measured on an H200. The aims are {kernels:.0%} for kernels and
+{steps:.0%} for layers and steps; a row that misses it says "missed".{all}
 
 ## Kernels
 
-All launches of a call. Five constants of the model were fitted to these rows: the share of the
-issue slots that a quantizer fills, with and without stochastic rounding; the share of the
-bandwidth; the constant part of a launch (all in `q2compile/cost_model/devices.py`); and the issue
-slots of a tensor-core instruction (`instructions.py`). The rest follows from bytes and from
-instructions counted in machine code.
-
-The rows were measured before the kernels took fewer instructions (KERNEL_LOG.md, from "two lanes
-swap half of their elements" on); predictions are of today's kernels. Three are known misses.
-`requantize_bf16`: its dequantized columns take longer than their bytes say. `nvfp4_x_both` at
-16384 x 8192 and `nvfp4_dgrad_row` at 8192 x 4096: 14% and 15% low by the instructions of that time.
+Five constants were fitted to these rows: the share of the issue slots that a quantizer fills, with
+and without stochastic rounding, the share of the bandwidth, the constant part of a launch
+(`q2compile/cost_model/devices.py`), and the issue slots of a tensor-core instruction
+(`instructions.py`). The rest follows from bytes and from instructions in machine code. {count} rows
+are predicted at {least:.2f} to {most:.2f} of their time; they were measured before the kernels took
+fewer instructions ([the kernel log](KERNEL_LOG.md#fewer-instructions)). `requantize_bf16` misses
+because its dequantized columns take longer than their bytes say. The other two were 14% and 15% low
+by the instructions of that time.
 
 {kernel_table}
 
 ## Layers and steps
 
-For a linear, BF16's time is predicted, too. Its share of the peak was fitted to
-`linear_4096_4096, BF16`. For a step of a Llama the prediction is BF16's measured step plus what the
-linears cost more, on the GPU or on the host, whichever is more. Under CUDA graphs only the GPU
-counts. No constant was fitted to these rows. The model groups launches of the forward's quantizers;
-the rows of 64 x 512 tokens without CUDA graphs were measured before the kernels were grouped, with
-some five more launches per linear.
-
-At 8 x 512 tokens the host limits the step. There a linear costs the host more than the calls that
-`host_us_per_call` measures: allocating buffers, and autograd saving three times as many tensors as
-in BF16, are not in the model. `host_us_per_linear` shows the difference for a linear that shares no
-launch and has nothing to fuse with.
+For a Llama the prediction is BF16's measured step plus what the linears cost more, on the GPU or on
+the host, whichever is more; under CUDA graphs only the GPU counts. BF16's share of the peak was
+fitted to `linear_4096_4096, BF16`, and nothing to the other rows. At 8 x 512 tokens the host limits
+the step: allocating buffers, and saving three times as many tensors as in BF16, are not in the
+model, as `host_us_per_linear` shows.
 
 {step_table}
 
 ## Blackwell
 
-Nothing here was measured by this project. Peaks are dense, by data sheet. The share of a peak that
-a large GEMM reaches comes from published measurements where there are any; the source is beside it.
-A share above 1 belongs to a card that runs above its listed clock. Quantizers are assumed to reach
-the bandwidth and the issue slots that they reach on an H200. Their instructions were counted with
-NVRTC {nvrtc} on {counted} (`python examples/benchmarks/predicted.py --count`).
+Nothing here was measured by this project. Cells are dense TFLOP/s by data sheet, and the share of
+them that a large GEMM reaches by published measurements, where there are any. FP8 GEMMs take 1/1.7
+of BF16's time, as on an H100. A share above 1 belongs to a card that runs above its listed clock.
+Quantizers are assumed to reach the bandwidth and the issue slots that they reach on an H200.
+Instructions were counted with NVRTC {nvrtc} on {counted}.
 
 {rates}
 
-Predicted time over BF16's, forward and backward of one linear:
+Predicted time over BF16's, forward and backward of one linear. T x N x K is, in this order,
+{shapes}:
 
 {gains}
 
-Predicted microseconds of all quantizers of the first of these linears:
-
-{quantizers}
-
 The authors of Quartet II report 4.2 times BF16's speed on an RTX 5090 and up to 2.5 times on a B200
-for the layers of a 22B model (16384 x 24576 x 6144), with GEMMs of their own.
+for the layers of a 22B model (the last shape), with GEMMs of their own.
+{published}{missing}"""
 
-Picoseconds per element of quantizers that others measured, beside the nearest of these. Predictions
-are of 16384 x 8192 elements and include all launches. Published times leave out the pass that finds
-the amax, which these kernels don't need; torchao's takes 0.67 ps more. Transformer Engine's times
-follow from its TB/s (65536 x 7168), if these count {bytes} bytes per element rowwise, and {both}
-rowwise and columnwise; its columns are not rotated. torchao measured 2048 x 28672 elements.
+# With --all.
+PUBLISHED_PAGE = """
+Picoseconds per element of quantizers that others measured
+({engine},
+{torchao}), beside the nearest of these at 16384 x 8192. Published times
+leave out the pass that finds the amax, which these kernels don't need; torchao's takes 0.67 ps
+more. Transformer Engine's follow from its TB/s, at {bytes} and {both} bytes per element.
 
-{published}
-
-## Not measured yet
-
-{missing}
+{table}
 """
 
 
-def page() -> str:
+def page(everything: bool = False) -> str:
+    """PREDICTED.md; with every kernel and GPU if ``everything``."""
+    rows = list(kernels())
+    errors = [1 + row.error for row in rows]
+    whole = (*linears(), *steps(), *of_the_host())
+    shown = rows if everything else [row for row in rows if abs(row.error) > row.target]
+    devices = (
+        BLACKWELLS if everything else [d for name in SHOWN for d in BLACKWELLS if d.name == name]
+    )
     names = ", ".join(f"`{name}`" for name in missing())
     counted = json.loads(instructions.COUNTED.read_text(encoding="utf-8"))
     return PAGE.format(
+        all="" if everything else " `--all` prints the other rows.",
         kernels=KERNELS,
         steps=STEPS_WITHIN,
-        kernel_table=table(kernels()),
+        count=len(rows),
+        least=min(errors),
+        most=max(errors),
+        kernel_table=table(shown),
         nvrtc=counted["nvrtc"],
         counted=counted["date"],
-        rates=rates(),
-        gains=gains(),
-        quantizers=quantizers(),
-        published=published(),
-        bytes=_BYTES,
-        both=_BYTES + _MORE_BYTES,
-        step_table=table((*linears(), *steps(), *of_the_host())),
-        missing=f"{names}." if names else "Every row that is predicted has been measured.",
+        rates=rates(devices),
+        shapes=", ".join(" x ".join(map(str, shape)) for shape in GAINS),
+        gains=gains(devices),
+        published=published() if everything else "",
+        step_table=table(row for row in whole if everything or not row.name.endswith("BF16")),
+        missing=f"\nNot measured yet: {names}.\n" if names else "",
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", action="store_true", help="count instructions anew first")
+    parser.add_argument("--all", action="store_true", help="print every kernel and GPU; no file")
     parser.add_argument("--out", type=Path, default=PAGE_FILE)
     args = parser.parse_args()
     if args.count:
         instructions.write()
         instructions_counted.cache_clear()
+    if args.all:
+        print(page(everything=True))
+        return
     args.out.write_text(page(), encoding="utf-8")
     print(page())
 

@@ -26,7 +26,7 @@ from torch.nn import functional
 
 import q2compile
 import q2compile.linear.dense
-from q2compile.config import Config
+from q2compile.config import Config, resolved_policy
 from q2compile.recipes.recipe import Operand
 
 
@@ -202,7 +202,7 @@ def replace_linears(model: nn.Module, name: str, options: Mapping[str, Any]) -> 
     """
     if name not in LINEARS:
         raise ValueError(f"linear {name!r}: there is {', '.join(LINEARS)}")
-    policy = Config.from_options(dict(options)).resolved_policy
+    policy = resolved_policy(Config.from_options(dict(options)))
     for seed_index, (path, module) in enumerate(model.named_modules()):
         if type(module) is not nn.Linear:
             continue

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import q2compile.linear.dense  # noqa: F401  registers q2::linear
-from q2compile.config import Config
+from q2compile.config import Config, resolved_policy
 from q2compile.runtime_kernels.registry import REFERENCE, bound, select
 
 
@@ -51,7 +51,7 @@ def by_references(model: nn.Module, options: Mapping[str, Any]) -> Callable[...,
 
     Forward and backward must both be run within `References` and `exact_sums`.
     """
-    policy = Config.from_options(dict(options)).resolved_policy
+    policy = resolved_policy(Config.from_options(dict(options)))
     for seed_index, (name, module) in enumerate(model.named_modules()):
         if isinstance(module, nn.Linear):
             recipe, _ = policy.resolve(name)

@@ -163,9 +163,10 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
     """tables.md."""
     parts = [
         "# The gaps, measured",
-        "Made of `gaps.json` beside this page by `python examples/pretrain.py page`; what they say "
-        "is in `examples/pretraining/README.md`. Runs on different texts are not compared. A cell "
-        "is empty where nothing was measured, or where other work on the device made it untrue.",
+        "Made of `gaps.json` by `python examples/pretrain.py page`, and explained in "
+        "`examples/pretraining/README.md`. `runs.py` says what each run changes. Runs on different "
+        "texts are not compared. A cell is empty where nothing was measured, or where other work "
+        "on the device made it untrue.",
         *(part for corpus in dict.fromkeys(r["corpus"] for r in rows) for part in on(corpus, rows)),
         papers_table(),
     ]
@@ -176,9 +177,10 @@ def branched_page(rows: Sequence[dict[str, Any]]) -> str:
     """branched.md."""
     parts = [
         "# The gaps of branched runs",
-        "Made of `branched.json` beside this page by `python examples/pretrain.py page`; what they "
-        "say is in `examples/pretraining/BRANCHED.md`. Differences are paired by stem; each has "
-        "its standard error, and `none` marks one smaller than two of them.",
+        "Made of `branched.json`, which has the losses, by `python examples/pretrain.py page`, "
+        "and explained in `examples/pretraining/BRANCHED.md`. `plans.toml` says what each run "
+        "changes. Differences are paired by stem; each has its standard error, and `none` marks "
+        "one smaller than two of them.",
         *(part for corpus in dict.fromkeys(r["corpus"] for r in rows) for part in on(corpus, rows)),
     ]
     return "\n\n".join(parts) + "\n"
@@ -229,21 +231,25 @@ def section(
         f"### Llama {size}, {tokens / 1e6:.0f}M tokens ({first['epochs']:g} epochs), "
         f"{first['batch']} x {first['seq']} a step"
     )
-    columns = ["run", "stems" if branch else "seeds", "validation loss", "gap to BF16"]
+    columns = ["run", "stems", "gap to BF16"]
     if branch:
         title += f", branched after step {branch} of {tokens // (first['batch'] * first['seq'])}"
     else:
+        columns = ["run", "seeds", "validation loss", "gap to BF16"]
         columns += ["step over BF16's", "peak over BF16's"]
-    lines = [
-        f"| {' | '.join(columns)} |",
-        "|---" * len(columns) + "|",
-        *(table_row(name, of_name, found.get((name, BASELINE))) for name, of_name in named.items()),
-    ]
-    parts = [title, "\n".join(lines)]
-    others = [gap for (_, other), gap in found.items() if other != BASELINE]
+    others = {name: gap for (name, other), gap in found.items() if other != BASELINE}
     if others:
-        about = {name: of_name[0].run["about"] or "" for name, of_name in named.items()}
-        parts.append(differences_table(others, about))
+        columns.append("difference")
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for name, of_name in named.items():
+        if branch and name == BASELINE:
+            continue
+        cells = table_row(name, of_name, found.get((name, BASELINE)))
+        if others:
+            gap = others.get(name)
+            cells.append(f"{gap} to `{gap.against}`" if gap else "")
+        lines.append(f"| {' | '.join(cells)} |")
+    parts = [title, "\n".join(lines)]
     if branch:
         own = [
             gap
@@ -270,7 +276,8 @@ def rank(name: str) -> tuple[int, str]:
     return (list(RUNS).index(name), name) if name in RUNS else (len(RUNS), name)
 
 
-def table_row(name: str, runs: Sequence[Result], gap: Gap | None) -> str:
+def table_row(name: str, runs: Sequence[Result], gap: Gap | None) -> list[str]:
+    """The cells of a run, up to its difference to another one than BF16."""
     diverged = [f"NaN at step {r.diverged_at} (seed {r.seed})" for r in runs if r.diverged_at]
     losses = [r.val_loss for r in runs if not r.diverged_at]
     loss = f"{statistics.fmean(losses):.4f}" if losses else ""
@@ -280,19 +287,14 @@ def table_row(name: str, runs: Sequence[Result], gap: Gap | None) -> str:
         values = [r.setup[field] for r in runs if r.setup[field] is not None]
         return f"{statistics.median(values):.2f}" if values else ""
 
-    row = f"| `{name}` | {len(runs)} | {loss} | {shown} |"
-    return row if branched(runs) else f"{row} {median('step_ratio')} | {median('peak_ratio')} |"
+    if branched(runs):
+        return [f"`{name}`", str(len(runs)), shown]
+    ratios = [median("step_ratio"), median("peak_ratio")]
+    return [f"`{name}`", str(len(runs)), loss, shown, *ratios]
 
 
 def branched(runs: Sequence[Result]) -> bool:
     return "branch" in runs[0].setup
-
-
-def differences_table(found: Sequence[Gap], about: dict[str, str]) -> str:
-    lines = ["| run | against | difference | what differs |", "|---|---|---|---|"]
-    for gap in found:
-        lines.append(f"| `{gap.run}` | `{gap.against}` | {gap} | {about[gap.run]} |")
-    return "\n".join(lines)
 
 
 def papers_table() -> str:

@@ -46,7 +46,8 @@ class Job:
 
 
 def jobs(args: argparse.Namespace) -> list[Job]:
-    """Raises ValueError for a plan that has something else in it than the fields of `Job`.
+    """Raises ValueError for a plan that has something else in it than the fields of `Job`, or that
+    lacks one of --folders.
 
     A plan's own runs, its [[run]] tables, are given to `runs.parse` as NAME=JSON.
     """
@@ -63,6 +64,11 @@ def jobs(args: argparse.Namespace) -> list[Job]:
             f"--plan {args.plan}: {error}; a [[comparison]] has folder, runs, and if wanted seeds, "
             "tokens, size, branch_at"
         ) from None
+    if args.folders:
+        if unknown := set(args.folders) - {job.folder for job in asked}:
+            there = ", ".join(sorted({job.folder for job in asked}))
+            raise ValueError(f"--folders {','.join(sorted(unknown))}: {args.plan} has {there}")
+        asked = [job for job in asked if job.folder in args.folders]
     return [replace(job, runs=[own.get(name, name) for name in job.runs]) for job in asked]
 
 

@@ -3,7 +3,7 @@
 lowering may.
 
 expressions.py      from an expression of Inductor's to a prologue expression for our kernel
-index_ways.py       the reads that it supports; shorter_steps.py shorter forms of its steps
+indices.py          the reads that it supports; shorter_steps.py shorter forms of its steps
 fusion_rule.py      when fusing pays
 fused_launches.py   the step of the lowering
 concatenated.py     concatenations that a quantizer reads: one kernel writes all parts

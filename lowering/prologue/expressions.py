@@ -2,11 +2,6 @@
 """From an expression of Inductor's to a prologue expression for our kernel: data from which
 rotate_quantize.cu's source is written (runtime_kernels/cuda/quantize/prologue_expression.py).
 
-    before   buf0 = silu_backward(...)                  a Triton kernel writes it in bf16
-             quantize(buf0, ...)                        and the quantizer reads it back
-    after    quantize(silu_backward(...), ...)          the quantizer computes it in fp32, rounds it
-                                                        to bf16, and goes on as before
-
 `inner_fn` computes the element at row r and column c. It is run once with symbols, under a handler
 that records Inductor's ops as steps. Each op has the precision that it would have in Triton: fp32
 for every float, with a rounding to bf16 only where `to_dtype` is called with
@@ -19,14 +14,6 @@ except for
   x / (1 + exp(-x)) is x * sigmoid(x) here.
 
 These differences are some ulp of fp32, before the rounding to the operand's dtype.
-
-Not fused, each with its reason:
-
-- an operand that is in memory already, or no matrix;
-- columns that are not a multiple of a thread's piece (16 bytes);
-- reads that are not along a row of the operand (a transposition, a gather), or not aligned to 16
-  bytes there;
-- dtypes and ops without a rule below.
 """
 
 from __future__ import annotations
@@ -46,16 +33,16 @@ from torch._inductor.ops_handler import DefaultHandler
 from torch._inductor.virtualized import OpsValue, V
 from torch.utils._sympy.functions import FloorDiv, Identity, Mod, ModularIndexing, PythonMod
 
-from q2compile.lowering.prologue.index_ways import COLUMN, ROW, CannotFuse, Way, way_through
-from q2compile.lowering.prologue.shorter_steps import contracted, shorter
+from q2compile.lowering.prologue.indices import COLUMN, ROW, CannotFuse, Index, index_of
+from q2compile.lowering.prologue.shorter_steps import Steps, contracted, shorter
 from q2compile.runtime_kernels.cuda.quantize.prologue_expression import (
     KIND_OF,
     OPERATIONS,
     PrologueExpression,
     Step,
     arguments_of,
-    kind_of,
     renumbered,
+    uniform_steps,
 )
 from q2compile.runtime_kernels.ops.fusing import is_view_or_cast
 
@@ -68,91 +55,82 @@ _WIDE = 2**31
 
 
 class Prologue(NamedTuple):
-    """A prologue expression, the names of its input buffers, and its symbolic sizes."""
+    """A prologue expression, and the names of its input buffers."""
 
     expression: PrologueExpression
     buffers: tuple[str, ...]
-    sizes: tuple[sympy.Symbol, ...]
+
+
+def pointwise(x: ir.TensorBox) -> ir.Pointwise | None:
+    """The expression of x, if x is a matrix that is not in memory yet."""
+    data = x.data
+    while isinstance(data, ir.BaseView | ir.StorageBox):
+        data = data.data
+    return data if isinstance(data, ir.Pointwise) and len(x.get_size()) == 2 else None
 
 
 def prologue_of(x: ir.TensorBox, *others: ir.TensorBox) -> Prologue:
     """The prologue that computes x, and others of the same size and dtype, in the graph that is
-    lowered.
+    lowered. All are `pointwise`.
 
     Raises:
         CannotFuse: rotate_quantize.cu can't compute it.
     """
-    if not all(map(is_expression, (x, *others))):
-        raise CannotFuse("the operand is in memory already")
-    dtype = x.get_dtype()
+    dtype, (rows, cols) = x.get_dtype(), x.get_size()
     if not dtype.is_floating_point or dtype.itemsize > 4:
         raise CannotFuse(f"operands of {dtype} are not fused")
     if not inductor_config.triton.codegen_upcast_to_fp32:
         raise CannotFuse("triton.codegen_upcast_to_fp32 is off")
-    rows, cols = x.get_size()
     piece = 16 // dtype.itemsize
-    if not isinstance(cols, int | sympy.Integer):
-        raise CannotFuse(f"the number of columns, {cols}, is not known")
-    if int(cols) % piece:
+    if not all(isinstance(size, int | sympy.Integer) for size in (rows, cols)):
+        raise CannotFuse(f"the size, {rows} x {cols}, is symbolic")
+    if cols % piece:
         raise CannotFuse(f"{cols} columns are not a multiple of {piece}")
-    loads = [matrix.make_loader() for matrix in (x, *others)]
-    with patch.object(ir.FlexibleLayout, "allow_indexing", True):
-        first, _ = _run(loads, rows, int(cols), piece, {})
-        _freeze(first.buffers)
-        written, results = _run(loads, rows, int(cols), piece, first.either_of_two())
-    inputs = tuple(V.graph.get_dtype(name) for name in written.buffers)
-    steps, results = _needed(written.steps, results)
+    recorder = _Recorder({ROW: sympy.Integer(rows), COLUMN: sympy.Integer(cols)}, piece)
+    with patch.object(ir.FlexibleLayout, "allow_indexing", True), V.set_ops_handler(recorder):
+        loaded = [matrix.make_loader()([ROW, COLUMN]) for matrix in (x, *others)]
+        roots = [recorder.step_of(value) for value in loaded]
+    if any(recorder.made.kinds[root] != "float" for root in roots):
+        raise CannotFuse("the expression is not floating-point")
+    inputs = tuple(recorder.inputs)
+    steps, results = _needed(recorder.with_halves_merged(), roots, inputs)
     if not inductor_config.emulate_precision_casts:
         made, number = contracted(steps, inputs)
-        steps, results = _needed(made, [number[result] for result in results])
+        steps, results = _needed(made, [number[result] for result in results], inputs)
     if len(steps) > _MOST_STEPS:
         raise CannotFuse(f"the expression has {len(steps)} steps, more than {_MOST_STEPS}")
-    if not written.buffers or len(written.buffers) > _MOST_INPUTS:
-        raise CannotFuse(f"it reads {len(written.buffers)} tensors, not 1 to {_MOST_INPUTS}")
+    buffers = [*map(_buffer, recorder.buffers)]
+    if not 0 < len(buffers) <= _MOST_INPUTS:
+        raise CannotFuse(f"it reads {len(buffers)} tensors, not 1 to {_MOST_INPUTS}")
+    for buffer in buffers:  # the recorded indices assume its current strides
+        if isinstance(buffer.get_layout(), ir.FlexibleLayout):
+            buffer.freeze_layout()
+    extents = [rows * cols, *(buffer.get_layout().storage_size() for buffer in buffers)]
+    narrow = (V.graph.sizevars.statically_known_lt(extent, _WIDE) for extent in extents)
     expression = PrologueExpression(
         dtype=dtype,
-        rows=written.text(sympy.sympify(rows)),
+        rows=int(rows),
         cols=int(cols),
         inputs=inputs,
-        sizes=tuple(map(str, written.sizes)),
-        wide=not all(map(_is_narrow, (rows * cols, *map(_extent, written.buffers)))),
+        wide=not all(narrow),
         steps=steps,
         results=results,
     )
-    return Prologue(expression, tuple(written.buffers), tuple(written.sizes))
-
-
-def is_expression(x: ir.TensorBox) -> bool:
-    """Whether x is a matrix that is not in memory yet."""
-    data = x.data
-    while isinstance(data, ir.BaseView | ir.StorageBox):
-        data = data.data
-    return isinstance(data, ir.Pointwise) and len(x.get_size()) == 2
-
-
-def _run(
-    loads: Sequence[Callable], rows: Any, cols: int, piece: int, merged: _Merged
-) -> tuple[_Writer, tuple[int, ...]]:
-    """The steps, and which of them are results."""
-    writer = _Writer({ROW: rows, COLUMN: sympy.Integer(cols)}, piece, merged)
-    with V.set_ops_handler(writer):
-        results = tuple(int(writer.step_of(load([ROW, COLUMN]))) for load in loads)
-    if any(writer.kinds[result] != "float" for result in results):
-        raise CannotFuse("the expression is not floating-point")
-    return writer, results
+    return Prologue(expression, tuple(recorder.buffers))
 
 
 def _needed(
-    steps: Sequence[Step], results: Sequence[int]
+    steps: Sequence[Step], results: Sequence[int], inputs: Sequence[torch.dtype]
 ) -> tuple[tuple[Step, ...], tuple[int, ...]]:
-    """The steps that results depend on, and all loads."""
+    """The distinct steps that results depend on, and all loads."""
     needed = set(results)
     for i in reversed(range(len(steps))):
         if i in needed or steps[i][0] == "load":
             needed |= {i, *arguments_of(steps[i])}
-    number = {old: new for new, old in enumerate(sorted(needed))}
-    needed_steps = tuple(renumbered(steps[old], number) for old in number)
-    return needed_steps, tuple(number[result] for result in results)
+    made, number = Steps(inputs), dict[int, int]()
+    for i in sorted(needed):
+        number[i] = made.add(renumbered(steps[i], number))
+    return tuple(made.steps), tuple(number[result] for result in results)
 
 
 def _buffer(name: str) -> ir.Buffer:
@@ -189,45 +167,30 @@ def _is_pointwise(reader: fx.Node) -> bool:
     return is_view_or_cast(reader) and all(map(_is_pointwise, reader.users))
 
 
-def _freeze(names: list[str]) -> None:
-    """The recorded indices assume the current strides of the inputs."""
-    for name in names:
-        buffer = _buffer(name)
-        if isinstance(buffer.get_layout(), ir.FlexibleLayout):
-            buffer.freeze_layout()
-
-
-def _extent(name: str) -> Any:
-    return _buffer(name).get_layout().storage_size()
-
-
-def _is_narrow(size: Any) -> bool:
-    return V.graph.sizevars.statically_known_lt(size, _WIDE)
-
-
-# A load: its input, its index, the comparison that masks it.
-_Masked = tuple[str, sympy.Expr, tuple]
-_Merged = dict[_Masked, sympy.Expr]  # see _Writer.either_of_two
-
-
 class _StepIndex(int):
     """The index of a step, unlike a constant argument of an op."""
 
 
-class _Writer(DefaultHandler):
+class _MaskedLoad(NamedTuple):
+    """A load where two indices compare: input, index, and lt or ge of an index and a number."""
+
+    input: int
+    index: sympy.Expr
+    comparison: str
+    compared: list[sympy.Expr]
+
+
+class _Recorder(DefaultHandler):
     """Records Inductor's ops as steps."""
 
-    def __init__(self, ranges: dict, piece: int, merged: _Merged) -> None:
-        self.steps: list[Step] = []
-        self.kinds: list[str] = []
+    def __init__(self, ranges: dict, piece: int) -> None:
         self.buffers: list[str] = []
-        self.sizes: list[sympy.Symbol] = []
+        self.inputs: list[torch.dtype] = []
+        self.made = Steps(self.inputs)
         self._ranges, self._piece = ranges, piece
-        self._known: dict[Step, int] = {}
         self._mask = _StepIndex(-1)
         self._indices: dict[int, sympy.Expr] = {}  # those of steps that are indices
-        self._masked: list[_Masked] = []
-        self._merged = merged
+        self._masked: dict[int, _MaskedLoad] = {}  # by step
 
     # Ops
 
@@ -236,25 +199,24 @@ class _Writer(DefaultHandler):
         if name not in OPERATIONS or kwargs:
             raise CannotFuse(f"there is no rule for ops.{name}")
         given = [a for a in map(_unwrapped, args[name == "where" :]) if isinstance(a, _StepIndex)]
-        kind = self.kinds[given[0]] if given else "float"
-        steps = [self.step_of(a, kind) for a in args]
-        return self._operation(name, steps)
+        kind = self.made.kinds[given[0]] if given else "float"
+        return self._operation(name, [self.step_of(a, kind) for a in args])
 
     def _operation(self, name: str, steps: Sequence[_StepIndex]) -> _StepIndex:
-        kinds = {self.kinds[s] for s in steps[name == "where" :]}
-        if "float" in kinds and "int" in kinds:
-            steps = [self._cast(s, "float") if self.kinds[s] == "int" else s for s in steps]
-            kinds = {self.kinds[s] for s in steps[name == "where" :]}
-        truths = name.startswith("logical")
-        allowed = {"bool"} if truths else {"float", "int"} if name in _OF_INTEGERS else {"float"}
-        if name == "where":
-            allowed = {"float", "int", "bool"}
+        values = steps[name == "where" :]
+        kinds = {self.made.kinds[s] for s in values}
+        if kinds == {"float", "int"}:
+            values = [self._cast(s, "float") for s in values]
+            steps, kinds = [*steps[: name == "where"], *values], {"float"}
+        allowed = {"float", "int"} if name in _OF_INTEGERS else {"float"}
+        if name == "where" or name.startswith("logical"):
+            allowed = {"bool"} | (allowed if name == "where" else set())
         if len(kinds) > 1 or not kinds <= allowed:
             raise CannotFuse(f"ops.{name} of {' and '.join(sorted(kinds))}")
         if name in ("lt", "ge"):
             steps = self._at_pieces(steps)
-        way = shorter(self.steps, name, steps)
-        return self._step(name, *steps) if way is None else self._built(way)
+        way = shorter(self.made.steps, name, steps)
+        return self._step(name, *steps) if way is None else _StepIndex(self.made.add(way))
 
     def load(self, name: str, index: sympy.Expr) -> _StepIndex:
         inlined = _inlined_producer(name)
@@ -264,31 +226,31 @@ class _Writer(DefaultHandler):
         if dtype not in KIND_OF:
             raise CannotFuse(f"{name} is of {dtype}")
         index, mask = self._simplified(index), self._mask
-        compared = self._compared(mask) if mask >= 0 else None
-        if compared is not None:
-            self._masked.append((name, index, compared))
-            if self._masked[-1] in self._merged:
-                index, mask = self._merged[self._masked[-1]], _StepIndex(-1)
-        way = way_through(index, self._piece)
+        way = index_of(index, self._piece)
         if way.lanes and way.divisor % self._piece:
             raise CannotFuse(f"rows of {name} do not begin on 16 bytes: {index}")
-        if mask >= 0 and way.lanes and not self._is_uniform(mask):
+        if mask >= 0 and way.lanes and not uniform_steps(self.made.steps)[mask]:
             raise CannotFuse(f"a part of {name} is read that does not begin on 16 bytes")
-        _buffer(name)
         if name not in self.buffers:
             self.buffers.append(name)
-        how = "lanes" if way.lanes else "one"
-        return self._step("load", self.buffers.index(name), self.text(index), how, mask)
+            self.inputs.append(dtype)
+        source = self.buffers.index(name)
+        step = self._step("load", source, way.text, "lanes" if way.lanes else "one", int(mask))
+        compared, *of = self.made.steps[mask] if mask >= 0 else ("",)
+        if compared in ("lt", "ge") and all(arg in self._indices for arg in of):
+            indices = [self._indices[arg] for arg in of]
+            self._masked[step] = _MaskedLoad(source, index, compared, indices)
+        return step
 
     def constant(self, value: Any, dtype: torch.dtype) -> _StepIndex:
         return self._constant(value, _kind(dtype))
 
     def index_expr(self, expr: sympy.Expr, dtype: torch.dtype) -> _StepIndex:
         expr = self._simplified(sympy.sympify(expr))
-        how = "lanes" if way_through(expr, self._piece).lanes else "one"
-        step = self._step("index", self.text(expr), how)
+        index = index_of(expr, self._piece)
+        step = self._step("index", index.text, "lanes" if index.lanes else "one")
         self._indices[step] = expr
-        return step if _kind(dtype) == "int" else self._cast(step, _kind(dtype))
+        return self._cast(step, _kind(dtype))
 
     def masked(self, mask: Any, body: Callable, other: Any) -> _StepIndex:
         outer, mask = self._mask, self.step_of(mask)
@@ -299,7 +261,8 @@ class _Writer(DefaultHandler):
             inside = self.step_of(body())
         finally:
             self._mask = outer
-        return self._operation("where", [mask, inside, self.step_of(other, self.kinds[inside])])
+        other = self.step_of(other, self.made.kinds[inside])
+        return self._operation("where", [mask, inside, other])
 
     def to_dtype(
         self,
@@ -312,7 +275,7 @@ class _Writer(DefaultHandler):
         if dtype in _ROUNDED and not use_compute_types:
             return self._step("round", self._cast(step, "float"), _ROUNDED[dtype])
         kind = _kind(dtype)
-        if kind == "int" and (self.kinds[step] == "float" or dtype.itemsize < 4):
+        if kind == "int" and (self.made.kinds[step] == "float" or dtype.itemsize < 4):
             raise CannotFuse(f"a value is converted to {dtype}")
         return self._cast(step, kind)
 
@@ -338,23 +301,11 @@ class _Writer(DefaultHandler):
         raise CannotFuse(f"an op has the argument {value!r}")
 
     def _step(self, name: str, *args: Any) -> _StepIndex:
-        step = (name, *(int(a) if isinstance(a, _StepIndex) else a for a in args))
-        if step not in self._known:
-            self._known[step] = len(self.steps)
-            inputs = [V.graph.get_dtype(name) for name in self.buffers]
-            self.kinds.append(kind_of(step, self.kinds, inputs))
-            self.steps.append(step)
-        return _StepIndex(self._known[step])
-
-    def _built(self, tree: Any) -> _StepIndex:
-        """Adds a tree of steps, or returns the index of an existing one."""
-        if not isinstance(tree, tuple):
-            return _StepIndex(tree)
-        name, *args = tree
-        return self._step(name, *(self._built(a) if isinstance(a, tuple) else a for a in args))
+        plain = (int(a) if isinstance(a, _StepIndex) else a for a in args)
+        return _StepIndex(self.made.add((name, *plain)))
 
     def _cast(self, step: _StepIndex, kind: str) -> _StepIndex:
-        return step if self.kinds[step] == kind else self._step("cast", step, kind)
+        return step if self.made.kinds[step] == kind else self._step("cast", step, kind)
 
     def _constant(self, value: Any, kind: str) -> _StepIndex:
         text = float(value).hex() if kind == "float" else str(int(value))
@@ -365,53 +316,42 @@ class _Writer(DefaultHandler):
         length, with such a multiple: the result is the same for the whole piece, so its first
         element is compared."""
         ways = [self._way_of(step) for step in steps]
-        if None in ways or any(way.divisor % self._piece for way in ways if way):
+        if any(way is None or way.divisor % self._piece for way in ways):
             return steps
-        return [
-            self._first_of_piece(step) if way and way.lanes else step
-            for step, way in zip(steps, ways, strict=True)
-        ]
+        firsts = []
+        for step, way in zip(steps, ways, strict=True):
+            if way is not None and way.lanes:
+                first = self._step("index", way.text, "first")
+                self._indices[first] = self._indices[step]
+                step = first
+            firsts.append(step)
+        return firsts
 
-    def _first_of_piece(self, step: _StepIndex) -> _StepIndex:
-        first = self._step("index", self.text(self._indices[step]), "first")
-        self._indices[first] = self._indices[step]
-        return first
+    def _way_of(self, step: int) -> Index | None:
+        if step in self._indices:
+            return index_of(self._indices[step], self._piece)
+        name, *args = self.made.steps[step]
+        is_number = name == "constant" and args[1] == "int"
+        return Index(args[0], False, int(args[0])) if is_number else None
 
-    def either_of_two(self) -> _Merged:
-        """The two halves of a head (RoPE), each loaded from the place of the other:
+    def with_halves_merged(self) -> list[Step]:
+        """The steps. The two halves of a head (RoPE), each loaded from the place of the other, are
+        one load:
 
-            before   load(x, i) where e < n, load(x, j) where e >= n; e is something modulo 2 n
-            after    load(x, i + (j - i) * (e // n)), twice the same
-
-        Key: input, index and comparison of each such load; value: the index of the merged load."""
-        merged: _Merged = {}
-        for one, other in itertools.permutations(self._masked, 2):
-            (name, i, (below, e, n)), (other_name, j, (above, *same)) = one, other
-            if name != other_name or (below, above) != ("lt", "ge") or same != [e, n]:
+        before   load(x, i) where e < n, load(x, j) where e >= n; e is something modulo 2 n
+        after    load(x, i + (j - i) * (e // n)), twice the same
+        """
+        steps = [*self.made.steps]
+        for (a, one), (b, other) in itertools.permutations(self._masked.items(), 2):
+            (source, i, below, (e, n)), (other_source, j, above, same) = one, other
+            if source != other_source or (below, above) != ("lt", "ge") or same != [e, n]:
                 continue
             apart = sympy.expand(j - i)
             whole = n.is_Integer and n % self._piece == 0 and apart.is_Integer
             if whole and isinstance(e, Mod | PythonMod | ModularIndexing) and e.args[-1] == 2 * n:
-                merged[one] = merged[other] = i + apart * FloorDiv(e, n)
-        return merged
-
-    def _compared(self, step: int) -> tuple | None:
-        """The comparison of indices that a step computes; None if it is none."""
-        name, *args = self.steps[step]
-        known = name in ("lt", "ge") and all(arg in self._indices for arg in args)
-        return (name, *(self._indices[arg] for arg in args)) if known else None
-
-    def _way_of(self, step: int) -> Way | None:
-        if step in self._indices:
-            return way_through(self._indices[step], self._piece)
-        name, *args = self.steps[step]
-        return Way(False, int(args[0])) if name == "constant" and args[1] == "int" else None
-
-    def _is_uniform(self, step: int) -> bool:
-        name, *args = self.steps[step]
-        if name in ("load", "index"):
-            return args[-2 if name == "load" else -1] != "lanes"
-        return all(map(self._is_uniform, arguments_of((name, *args))))
+                index = index_of(i + apart * FloorDiv(e, n), self._piece)
+                steps[a] = steps[b] = ("load", source, index.text, "lanes", -1)
+        return steps
 
     # Indices
 
@@ -427,36 +367,6 @@ class _Writer(DefaultHandler):
     def _simplified(self, index: sympy.Expr) -> sympy.Expr:
         index = V.graph.sizevars.simplify_with_ranges(index, self._ranges)
         return index.replace(Identity, lambda x: x) if index.has(Identity) else index
-
-    def text(self, e: sympy.Expr) -> str:
-        """An index as a prologue expression has it; its symbolic sizes are noted."""
-        if e.is_Integer:
-            return str(e) if e >= 0 else f"({e})"
-        if e.is_Symbol:
-            return self._name(e)
-        if isinstance(e, sympy.Pow) and e.exp.is_Integer and e.exp > 0:
-            return "(" + " * ".join([self.text(e.base)] * int(e.exp)) + ")"
-        parts = [self.text(arg) for arg in e.args]
-        if e.is_Add or e.is_Mul:
-            return "(" + (" + " if e.is_Add else " * ").join(parts) + ")"
-        if isinstance(e, FloorDiv):
-            return f"floordiv({', '.join(parts)})"
-        if isinstance(e, Mod | PythonMod):
-            return f"mod({', '.join(parts)})"
-        if isinstance(e, ModularIndexing):
-            base, divisor, modulus = parts
-            quotient = base if divisor == "1" else f"floordiv({base}, {divisor})"
-            return f"mod({quotient}, {modulus})"
-        raise CannotFuse(f"an index has {type(e).__name__}")
-
-    def _name(self, symbol: sympy.Symbol) -> str:
-        name = str(symbol)
-        if symbol in (ROW, COLUMN, *self.sizes):
-            return name
-        if not name.startswith("s"):
-            raise CannotFuse(f"an index depends on {name}, which depends on data")
-        self.sizes.append(symbol)
-        return name
 
 
 def _unwrapped(value: Any) -> Any:

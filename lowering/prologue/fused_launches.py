@@ -14,12 +14,7 @@ expects that to pay. It reads dh, u and g once. Otherwise they are two calls, wh
 
     after    q2_fused_0(dh, u, g, seed, seed, seed, seed, buf1, buf2, buf3, buf4)
 
-Not fused:
-
-- an operand with another reader (a residual that is saved), which is written anyway;
-- a quantizer with dbias or in groups, whose kernel reads its operand from memory;
-- a graph with a C++ wrapper;
-- any, on a GPU where the self-check of a small fused kernel has failed (cuda/quantize/fused.py).
+Why a quantizer is not fused is noted in the record of the pass.
 """
 
 from __future__ import annotations
@@ -30,37 +25,27 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 from torch._inductor import ir
-from torch._inductor.lowering import view
 from torch._inductor.virtualized import V
 
-from q2compile.lowering.launch_node import LaunchNode, call_argument
+from q2compile.lowering.launch_node import LaunchNode
 from q2compile.lowering.launches import (
+    Launches,
+    buffers_of,
     is_tensor,
     launching,
-    output_buffer,
-    results_of,
-    wanted_outputs,
+    member_with_outputs,
+    site_of,
+    tensors_of,
+    unwrapped,
 )
-from q2compile.lowering.member import OpCall
+from q2compile.lowering.member import Member, OpCall
 from q2compile.lowering.prologue import fusion_rule
-from q2compile.lowering.prologue.expressions import (
-    CannotFuse,
-    Prologue,
-    is_expression,
-    prologue_of,
-)
+from q2compile.lowering.prologue.expressions import CannotFuse, Prologue, pointwise, prologue_of
 from q2compile.lowering.state import lowering_state
 from q2compile.runtime_kernels.cuda.quantize import fused
 from q2compile.runtime_kernels.cuda.quantize.prologue_expression import PrologueExpression
 from q2compile.runtime_kernels.ops.fusing import MAY_FUSE, PAIR, READS_THE_SAME, is_view_or_cast
 from q2compile.runtime_kernels.ops.table import QUANTIZE, QuantizerCall, quantizer_of
-
-_IMPORTS = (
-    "from q2compile.runtime_kernels.cuda.fused_call_site import FusedCallSite as q2_FusedCallSite",
-    "from q2compile.runtime_kernels.cuda.quantize.prologue_expression "
-    "import PrologueExpression as q2_PrologueExpression",
-    "from q2compile.runtime_kernels.cuda.call_site import View as q2_View",
-)
 
 
 class QuantizerNode(NamedTuple):
@@ -76,29 +61,11 @@ class QuantizerNode(NamedTuple):
 
     @property
     def note(self) -> str:
-        return f"{self.label}: fused with {_origins(self.call.x)}"
-
-
-class FusedQuantizer(NamedTuple):
-    """A quantizer to fuse. keywords: its arguments, tensors among them in memory. results: fakes.
-    wanted: which results are read. buffers: one for each of those, else None."""
-
-    node: fx.Node
-    keywords: dict[str, Any]
-    results: Sequence[torch.Tensor]
-    wanted: list[bool]
-    buffers: list[Any]
-
-    def make_buffers(self) -> None:
-        pairs = zip(self.results, self.wanted, strict=True)
-        self.buffers.extend(output_buffer(r) if w else None for r, w in pairs)
-
-    @property
-    def outputs(self) -> tuple[Any, ...]:
-        return tuple(
-            b if b is None or r.dim() else view(b, [])
-            for b, r in zip(self.buffers, self.results, strict=True)
-        )
+        """With the names in aten of the operations that were fused."""
+        data = pointwise(self.call.x)
+        ops = {str(o.meta.get("original_aten", o.target)) for o in getattr(data, "origins", ())}
+        names = {op.removeprefix("aten.").partition(".")[0] for op in ops}
+        return f"{self.label}: fused with {', '.join(sorted(names)) or 'its producer'}"
 
 
 def prologue(call: OpCall) -> tuple[Any, ...] | None:
@@ -114,11 +81,10 @@ def prologue(call: OpCall) -> tuple[Any, ...] | None:
     first, second = QuantizerNode(node, quantizer), _second_of_pair(node)
     if second is not None:
         try:
-            made, second_made = _fused([first, second])
+            made, lowering_state().made[second.node] = _fused([first, second])
         except CannotFuse as reason:
             notes.append(f"{node.name} and {second.node.name}: not in one kernel: {reason}")
         else:
-            lowering_state().made[second.node] = second_made
             notes += [first.note, f"{second.note}, in one kernel with {node.name}"]
             return made
     try:
@@ -133,14 +99,11 @@ def prologue(call: OpCall) -> tuple[Any, ...] | None:
 def _second_of_pair(node: fx.Node) -> QuantizerNode | None:
     """The later quantizer that the pass has paired with this one, for one kernel."""
     other: Any = node.next
-    pair = node.meta.get(PAIR)
-    while pair is not None and other.op != "root":
-        found = quantizer_of(other) if other.meta.get(PAIR) == pair else None
+    while PAIR in node.meta and other.op != "root":
+        found = quantizer_of(other) if other.meta.get(PAIR) == node.meta[PAIR] else None
         if found is not None and not found.recorded:
-            lowered = {
-                name: V.graph.env[a] if isinstance(a, fx.Node) else a
-                for name, a in found.args.items()
-            }
+            nodes = {name: a for name, a in found.args.items() if isinstance(a, fx.Node)}
+            lowered = {name: V.graph.env[a] for name, a in nodes.items()}
             return QuantizerNode(other, found.replace(**lowered))
         other = other.next
     return None
@@ -152,61 +115,53 @@ def _fused(calls: Sequence[QuantizerNode]) -> list[tuple[Any, ...]]:
     Raises:
         CannotFuse: it is not possible, or would not pay.
     """
-    if any(quantizer.call.dbias is not None for quantizer in calls):
+    if any(call.dbias is not None for _, call in calls):
         raise CannotFuse("it returns dbias, and that kernel reads the operand from memory")
     if V.graph.cpp_wrapper:
         raise CannotFuse("generated code is in C++")
-    for node, quantizer in calls:
-        if not is_expression(quantizer.x):
+    for node, call in calls:
+        if pointwise(call.x) is None:
             raise CannotFuse("the operand is in memory already")
         readers = other_readers(node)
         if readers:
             raise CannotFuse(f"{', '.join(readers)} read the operand, too")
-    made = [_quantized(each) for each in calls]
-    found = prologue_of(*(quantizer.x for _, quantizer in calls))
-    _raise_unless_it_pays(found.expression, calls[0])
-    device = calls[0].call.x.get_device_or_error()
-    if device.type == "cuda":
-        fused.prepare(found.expression, made[0].keywords, device.index)
-    for each in made:
-        each.make_buffers()
-    FusedLaunches(found, made)
-    return [each.outputs for each in made]
+    in_memory = [_with_inputs_in_memory(call) for _, call in calls]
+    found = prologue_of(*(call.x for call in in_memory))
+    _raise_unless_it_pays(found.expression, in_memory[0], calls[0].node.meta[READS_THE_SAME])
+    members, outputs = [], []
+    for (node, _), call in zip(calls, in_memory, strict=True):
+        member, made = member_with_outputs(node, call.spec.overload, call.positional)
+        members.append(member._replace(args=call.replace(x=None).positional))
+        outputs.append(made)
+    FusedLaunches(found, members)
+    return outputs
 
 
-def _quantized(quantizer: QuantizerNode) -> FusedQuantizer:
-    """The quantizer to fuse, without buffers yet."""
-    node, call = quantizer
-    in_memory = {
-        name: ir.ExternKernel.realize_input(a) if is_tensor(a) and name != "x" else a
-        for name, a in call.args.items()
-    }
-    call = call.replace(**in_memory)
+def _with_inputs_in_memory(call: QuantizerCall) -> QuantizerCall:
+    tensors = {name: a for name, a in call.args.items() if is_tensor(a) and name != "x"}
+    call = call.replace(**{name: ir.ExternKernel.realize_input(a) for name, a in tensors.items()})
     if launching(QUANTIZE, call.positional) is None:
         raise CannotFuse("no CUDA kernel of q2compile serves it here")
-    results = results_of(call.spec.overload, call.positional)
-    wanted = wanted_outputs(call.spec.overload, len(results), node)
-    _, keywords = call.written()
-    return FusedQuantizer(node, keywords, results, wanted, [])
+    return call
 
 
-def _raise_unless_it_pays(expression: PrologueExpression, quantizer: QuantizerNode) -> None:
-    """Raises CannotFuse if fusing would not pay, or the kernel's self-check has failed."""
-    node, call = quantizer
-    operands = len(expression.results)
-    device = call.x.get_device()
+def _raise_unless_it_pays(expression: PrologueExpression, call: QuantizerCall, same: bool) -> None:
+    """Raises CannotFuse if fusing would not pay, or the kernel's self-check has failed. Otherwise
+    the kernels begin to be compiled. same: another quantizer reads what this one's operand is
+    computed from."""
+    operands, device = len(expression.results), call.x.get_device()
     index = device.index or 0
-    _, keywords = call.written()
-    capability = torch.cuda.get_device_capability(device)[0]
-    reason = fused.no_pair(expression, keywords, index) if operands > 1 else None
+    reason = fused.no_pair(expression, call, index) if operands > 1 else None
     if reason is None:
-        shared = operands == 1 and node.meta[READS_THE_SAME]
-        how = call.scheme, len(call.operands), capability, shared
+        capability = torch.cuda.get_device_capability(device)[0]
+        how = call.scheme, len(call.operands), capability, operands == 1 and same
         reason = fusion_rule.why_not(expression, *how)
     if reason is None and device.type == "cuda":
-        reason = fused.rejection(index, keywords, operands, expression.dtype)
+        reason = fused.rejection(index, call, operands, expression.dtype)
     if reason is not None:
         raise CannotFuse(reason)
+    if device.type == "cuda":
+        fused.prepare(expression, call, index)
 
 
 def other_readers(node: fx.Node) -> list[str]:
@@ -223,50 +178,29 @@ def other_readers(node: fx.Node) -> list[str]:
         read, reader = read.args[0], read
 
 
-def _origins(x: ir.TensorBox) -> str:
-    """The names in aten of the operations that were fused."""
-    data = x.data
-    while isinstance(data, ir.BaseView | ir.StorageBox):
-        data = data.data
-    ops = {str(o.meta.get("original_aten", o.target)) for o in data.origins}
-    names = {op.removeprefix("aten.").partition(".")[0] for op in ops}
-    return ", ".join(sorted(names)) or "its producer"
-
-
 class FusedLaunches(LaunchNode):
     """Enqueues the launches of one or two quantizers that compute their operands."""
 
-    _imports = _IMPORTS
+    _imports = (
+        *Launches._imports,
+        "from q2compile.runtime_kernels.cuda.fused_call_site "
+        "import FusedCallSite as q2_FusedCallSite",
+        "from q2compile.runtime_kernels.cuda.quantize.prologue_expression "
+        "import PrologueExpression as q2_PrologueExpression",
+    )
     _prefix = "q2_fused"
 
-    def __init__(self, found: Prologue, quantized: Sequence[FusedQuantizer]) -> None:
-        self._found, self._quantized = found, quantized
-        unwrapped = ir.InputsKernel.unwrap_storage_for_input
-        sources = [unwrapped(V.graph.get_buffer(name)) for name in found.buffers]
-        operands = [unwrapped(a) for each in quantized for a in fused.tensors_in(each.keywords)]
-        buffers = [b for each in quantized for b in each.buffers if b is not None]
-        written = [unwrapped(ir.ExternKernel.realize_input(b)) for b in buffers]
-        super().__init__([*sources, *operands], written)
+    def __init__(self, found: Prologue, members: Sequence[Member]) -> None:
+        self._found, self._members = found, members
+        sources = [V.graph.get_buffer(name) for name in found.buffers]
+        operands = [*map(ir.InputsKernel.unwrap_storage_for_input, sources)]
+        operands += map(unwrapped, tensors_of(members))
+        super().__init__(operands, [*map(unwrapped, buffers_of(members))])
 
     def codegen(self, wrapper: Any) -> None:
-        expression = self._found.expression
-        call_args = list(self._found.buffers)
-        call_args += map(wrapper.codegen_sizevar, self._found.sizes)
-        operands = iter(self._tensors[len(self._found.buffers) :])
-        calls = []
-        for each in self._quantized:
-            # In the order in which a FusedCallSite takes tensors.
-            call = fused.call_of(each.keywords)
-            shown = {}
-            for name, arg in call.args.items():
-                if is_tensor(arg):
-                    text, reference = call_argument(next(operands), True)
-                    call_args.append(reference)
-                    shown[name] = text
-                elif name in each.keywords:
-                    shown[name] = repr(arg)
-            keywords = ", ".join(f"{name}={text}" for name, text in shown.items())
-            wanted = ", ".join(str(int(w)) for w in each.wanted)
-            calls.append(f"(dict({keywords}), ({wanted},))")
-        site = f"q2_FusedCallSite(q2_{expression!r}, [{', '.join(calls)}])"
+        expression, buffers = self._found
+        call_args = [*buffers]
+        tensors = iter(self._tensors[len(buffers) :])
+        sites = [site_of(m, wrapper, tensors, call_args, fixed=True) for m in self._members]
+        site = f"q2_FusedCallSite(q2_{expression!r}, ({', '.join(sites)},))"
         self._write(wrapper, site, call_args)

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,40 +17,63 @@ from q2compile.runtime_kernels.cuda.quantize.prologue_expression import (
     renumbered,
 )
 
+# Rules: a tree of steps, and the one that replaces it. A capital stands for any step, I and N for
+# indices, which are never NaN. Sums and products match in either order.
 _ONE = ("constant", (1.0).hex(), "float")
 _ZERO = ("constant", (0.0).hex(), "float")
-_NOTHING: Step = ("",)
+_S, _DENOMINATOR = ("sigmoid", "X"), ("add", _ONE, ("exp", ("neg", "X")))
+_RULES = (
+    (("mul", "X", _ONE), "X"),  # torch 2.11 multiplies a sigmoid by 1
+    # Three that differ by some ulp (prologue.cuh).
+    (("add", _ONE, ("erf", "X")), ("erf_plus_one", "X")),
+    (("truediv", "Y", _DENOMINATOR), ("mul", "Y", _S)),
+    (("reciprocal", _DENOMINATOR), _S),
+    # RoPE has these. Adding 0 changes only -0, which becomes 0 in both forms.
+    (("where", "C", ("where", "C", "V", "W"), "U"), ("where", "C", "V", "U")),
+    *(
+        (
+            ("add", ("add", "A", ("where", one, "V", _ZERO)), ("where", other, "W", _ZERO)),
+            ("add", ("add", "A", ("where", one, "V", "W")), _ZERO),
+        )
+        for one, other in (
+            (("lt", "I", "N"), ("ge", "I", "N")),
+            (("ge", "I", "N"), ("lt", "I", "N")),
+        )
+    ),
+)
+# SiLU's backward. A gated MLP's other operand needs X * S as well.
+_SILU_BACKWARD = (
+    ("mul", ("mul", "Y", _S), ("fma", "X", ("sub", _ONE, _S), _ONE)),
+    ("mul", "Y", ("fma", ("mul", "X", _S), ("sub", _ONE, _S), _S)),
+)
+
+
+class Steps:
+    """Distinct steps, and the kind of each."""
+
+    def __init__(self, inputs: Sequence[torch.dtype]) -> None:
+        self.steps: list[Step] = []
+        self.kinds: list[str] = []
+        self._inputs = inputs
+        self._known: dict[Step, int] = {}
+
+    def add(self, tree: Any) -> int:
+        """Adds a tree of steps; returns the index of its root. An integer is an earlier step."""
+        if not isinstance(tree, tuple):
+            return int(tree)
+        name, *args = tree
+        step = (name, *(self.add(a) if isinstance(a, tuple) else a for a in args))
+        if step not in self._known:
+            self._known[step] = len(self.steps)
+            self.kinds.append(kind_of(step, self.kinds, self._inputs))
+            self.steps.append(step)
+        return self._known[step]
 
 
 def shorter(steps: Sequence[Step], name: str, args: Sequence[int]) -> Any:
     """A shorter form of operation `name` of earlier steps, as a step's index or a tree of steps;
-    None if there is none.
-
-    before                                      after
-        x * 1                                   x, which torch 2.11's sigmoid is multiplied by
-        1 + erf(x)                                  erf_plus_one(x)
-        y / (1 + exp(-x))                           y * sigmoid(x)
-        1 / (1 + exp(-x))                           sigmoid(x)
-        where(c, where(c, v, w), u)                 where(c, v, u)
-        (a + where(i < n, v, 0))                    (a + where(i < n, v, w)) + 0
-           + where(i >= n, w, 0)
-
-    The first and the last two (of RoPE) have the same bits: adding 0 changes only -0, which becomes
-    0 in both forms. The others differ by some ulp (prologue.cuh)."""
-    if name == "where":
-        inner, *of = steps[args[1]]
-        same = inner == "where" and of[0] == args[0]
-        return ("where", args[0], of[1], args[2]) if same else None
-    if name in ("truediv", "reciprocal"):
-        return _by_sigmoid(steps, name, args)
-    if name == "mul":
-        return next((other for other, one in (args, args[::-1]) if steps[one] == _ONE), None)
-    if name != "add":
-        return None
-    what, *of = _beside_one(steps, args)
-    if what == "erf":
-        return ("erf_plus_one", *of)
-    return _either_half(steps, args)
+    None if there is none."""
+    return _by_rules(steps, (name, *args), _RULES)
 
 
 def contracted(
@@ -59,50 +82,27 @@ def contracted(
     """Steps with fused multiply-adds, which ptxas forms in Triton's code, too, unless
     emulate_precision_casts is set; and the new index of each old step.
 
-    before                                      after
-        a * b + c, a * b - c, c - a * b             fma(a, b, c), fma(a, b, -c), fma(-a, b, c)
-        (y * s) * (1 + x * (1 - s))                 y * fma(x * s, 1 - s, s)
+        a * b + c, a * b - c, c - a * b  ->  fma(a, b, c), fma(a, b, -c), fma(-a, b, c)
 
-    The first applies if nothing else reads a * b. In the second, SiLU's backward, s is sigmoid(x);
-    a gated MLP's other operand needs x * s as well."""
-    written = _Written()
+    This applies if nothing else reads a * b.
+    """
+    made, number = Steps(inputs), dict[int, int]()
     readers = Counter(arg for step in steps for arg in arguments_of(step))
-    number: dict[int, int] = {}
-    kinds: list[str] = []
     for i, step in enumerate(steps):
         name, *args = step
-        kinds.append(kind_of(step, kinds, inputs))
-        way = None
-        if name in ("add", "sub") and kinds[i] == "float":
+        plain = renumbered(step, number)
+        way, is_float = None, name in ("add", "sub", "mul") and made.kinds[plain[1]] == "float"
+        if name == "mul" and is_float:
+            way = _by_rules(made.steps, plain, (_SILU_BACKWARD,))
+        elif is_float:
             products = [readers[arg] == 1 and steps[arg][0] == "mul" for arg in args]
-            way = _contracted(written.steps, name, [number[arg] for arg in args], products)
-        elif name == "mul" and kinds[i] == "float":
-            way = _silu_backward(written.steps, [number[arg] for arg in args])
-        number[i] = written.add(renumbered(step, number) if way is None else way)
-    return written.steps, number
+            way = _contracted(made.steps, plain, products)
+        number[i] = made.add(plain if way is None else way)
+    return made.steps, number
 
 
-class _Written:
-    """A list of distinct steps."""
-
-    def __init__(self) -> None:
-        self.steps: list[Step] = []
-        self._known: dict[Step, int] = {}
-
-    def add(self, tree: Any) -> int:
-        """Adds a tree of steps; returns the index of its root."""
-        name, *args = tree
-        step = (name, *(self.add(a) if isinstance(a, tuple) else a for a in args))
-        if step not in self._known:
-            self._known[step] = len(self.steps)
-            self.steps.append(step)
-        return self._known[step]
-
-
-def _contracted(
-    steps: Sequence[Step], name: str, args: Sequence[int], products: Sequence[bool]
-) -> Any:
-    a, b = args
+def _contracted(steps: Sequence[Step], step: Step, products: Sequence[bool]) -> Any:
+    name, a, b = step
     if products[0]:
         return ("fma", *steps[a][1:], b if name == "add" else ("neg", b))
     if products[1]:
@@ -111,56 +111,44 @@ def _contracted(
     return None
 
 
-def _silu_backward(steps: Sequence[Step], args: Sequence[int]) -> Any:
-    """The second form of `contracted`, where the sum is an fma already."""
-    for product, factor in (args, args[::-1]):
-        (mul, *of), (fma, *terms) = steps[product], steps[factor]
-        if mul != "mul" or fma != "fma" or steps[terms[2]] != _ONE:
-            continue
-        x, rest, _ = terms
-        for y, s in (of, of[::-1]):
-            if steps[s] == ("sigmoid", x) and steps[rest] == ("sub", terms[2], s):
-                return ("mul", y, ("fma", ("mul", x, s), rest, s))
+def _by_rules(steps: Sequence[Step], step: Step, rules: Sequence[tuple[Any, Any]]) -> Any:
+    for pattern, tree in rules:
+        for found in _matches(steps, pattern, step, {}):
+            return _filled(tree, found)
     return None
 
 
-def _by_sigmoid(steps: Sequence[Step], name: str, args: Sequence[int]) -> Any:
-    divisor, *of = steps[args[-1]]
-    what, *inner = _beside_one(steps, of) if divisor == "add" else _NOTHING
-    negated, *x = steps[inner[0]] if what == "exp" else _NOTHING
-    if negated != "neg":
-        return None
-    sigmoid = ("sigmoid", *x)
-    return sigmoid if name == "reciprocal" else ("mul", args[0], sigmoid)
+def _filled(tree: Any, found: dict[str, int]) -> Any:
+    """A tree with steps in the place of its capitals."""
+    if isinstance(tree, str):
+        return found[tree]
+    return tree if tree[0] == "constant" else (tree[0], *(_filled(t, found) for t in tree[1:]))
 
 
-def _beside_one(steps: Sequence[Step], args: Sequence[int]) -> Step:
-    """The other step, if one of two steps is the constant 1."""
-    one, other = (steps[arg] for arg in args)
-    return other if one == _ONE else one if other == _ONE else _NOTHING
+def _matches(
+    steps: Sequence[Step], pattern: Any, step: Step, found: dict[str, int]
+) -> Iterator[dict[str, int]]:
+    """The ways in which capitals stand for steps. found: those that are known."""
+    name, *args = pattern
+    if name == "constant" and step == pattern:
+        yield found
+    elif name == step[0] != "constant":
+        for order in (args, args[::-1]) if name in ("add", "mul") else (args,):
+            yield from _each(steps, order, step[1:], found)
 
 
-def _either_half(steps: Sequence[Step], args: Sequence[int]) -> Any:
-    for whole, half in (args, args[::-1]):
-        added, *parts = steps[whole]
-        for a, other in (parts, parts[::-1]) if added == "add" else ():
-            first, second = _only_where(steps, other), _only_where(steps, half)
-            if first and second and _exclude_each_other(steps, first[0], second[0]):
-                return ("add", ("add", a, ("where", *first, second[1])), _ZERO)
-    return None
-
-
-def _exclude_each_other(steps: Sequence[Step], one: int, other: int) -> bool:
-    """Whether exactly one of two comparisons of indices holds (indices are never NaN)."""
-    (name, *of), (opposite, *same) = steps[one], steps[other]
-    return (
-        {name, opposite} == {"lt", "ge"} and of == same and all(steps[i][0] == "index" for i in of)
-    )
-
-
-def _only_where(steps: Sequence[Step], at: int) -> tuple[int, int] | None:
-    """The condition and the value of a step that is 0 elsewhere."""
-    name, *args = steps[at]
-    if name != "where" or steps[args[2]] != _ZERO:
-        return None
-    return args[0], args[1]
+def _each(
+    steps: Sequence[Step], patterns: Sequence[Any], args: Sequence[int], found: dict[str, int]
+) -> Iterator[dict[str, int]]:
+    if not patterns:
+        yield found
+        return
+    pattern, at = patterns[0], args[0]
+    if not isinstance(pattern, str):
+        ways: Any = _matches(steps, pattern, steps[at], found)
+    elif found.get(pattern, at) == at and (pattern not in "IN" or steps[at][0] == "index"):
+        ways = [{**found, pattern: at}]
+    else:
+        ways = []
+    for way in ways:
+        yield from _each(steps, patterns[1:], args[1:], way)

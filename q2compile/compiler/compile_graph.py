@@ -17,7 +17,7 @@ from q2compile.compiler.joint_passes import JointPasses
 from q2compile.compiler.partitioner import Partitioner
 from q2compile.compiler.post_grad_passes import Fault, Insertion, PostGradPasses
 from q2compile.compiler.watcher import Watcher
-from q2compile.config import Config
+from q2compile.config import Config, saves_weights_by_peak, uses_cuda_graphs
 from q2compile.passes.graph_queries import q2_nodes
 from q2compile.runtime_kernels.ops.seed import counter
 from q2compile.torch_internals.aot_autograd import (
@@ -64,7 +64,7 @@ def compile_graph(
     if config.seed is not None:  # before any CUDA graph, whose memory they would be
         for device in {x.device for x in example_inputs if isinstance(x, torch.Tensor)}:
             counter(config.seed, device)
-    if gathered and gathered.takes_codes and config.uses_cuda_graphs:
+    if gathered and gathered.takes_codes and uses_cuda_graphs(config):
         config = replace(config, inductor={**config.inductor, "triton.cudagraphs": False})
     one = partial(_compiled, config=config, parameters=parameters, fault=fault)
     two_backwards = instrumentation is not None and compiles_buckets()
@@ -174,7 +174,7 @@ def _compiled(
     passes = PostGradPasses(config, watcher, pass_in_slot(), fault, insertion)
     joint = JointPasses(config, passes.records, pass_in_slot(JOINT_PASS_SLOT))
     cut = None
-    if config.weights_by_peak:
+    if saves_weights_by_peak(config):
         base = config.inductor.get(PARTITIONER_SLOT) or partitioner_in_slot()
         cut = Partitioner(base, parameters, watcher, by_scales=config.telemetry is None)
     if config.inner == "eager":

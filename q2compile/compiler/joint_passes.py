@@ -6,6 +6,7 @@ from __future__ import annotations
 from torch import fx
 
 from q2compile.compiler.pass_runner import PassRunner
+from q2compile.config import resolved_policy, saves_weights_by_peak
 from q2compile.passes import PassConditions
 from q2compile.torch_internals.partitioner import is_checkpointed
 
@@ -24,9 +25,9 @@ class JointPasses(PassRunner):
     def wanted(self, graph: fx.Graph) -> PassConditions:
         config = self.config
         # Under activation checkpointing the user decides what is saved.
-        by_peak = config.weights_by_peak and not is_checkpointed(graph)
+        by_peak = saves_weights_by_peak(config) and not is_checkpointed(graph)
         return PassConditions(
-            random_forward=config.resolved_policy.random_forward,
+            random_forward=resolved_policy(config).random_forward,
             keep_packed=config.keep_packed,
             recompute_weights=config.recompute_weights is True or by_peak,
             fuse_rotations=False,
@@ -36,10 +37,10 @@ class JointPasses(PassRunner):
     def key(self) -> str:
         config = self.config
         options = (
-            config.resolved_policy.random_forward,
+            resolved_policy(config).random_forward,
             config.keep_packed,
             config.recompute_weights,
-            config.weights_by_peak,
+            saves_weights_by_peak(config),
             config.seed,
         )
         return f"{config.disable_passes}:{options}"

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cut of a joint graph. Peak memory decides whether codes of weights, or their scales, are
-saved or recomputed."""
+"""The cut of a joint graph. Peak memory decides whether codes of weights are saved or
+recomputed."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from torch import fx
@@ -18,12 +17,11 @@ from q2compile.torch_internals.partitioner import CustomPartitionerFn, is_checkp
 
 
 class Partitioner(CustomPartitionerFn):
-    """Cuts as another partitioner does, then saves the codes, or scales, of the weights that
-    `choose_saved` names.
+    """Cuts as another partitioner does, then saves the codes of weights if `choose_saved` says so,
+    else the scales of those that can be rounded by them.
 
-    The first cut recomputes all of them, as `recompute_weights_pass` has marked them. It shows what
-    is alive when, and from that follows which to save. A graph with activation checkpoints has no
-    such marks; the checkpoints decide.
+    The first cut recomputes all codes, as `recompute_weights_pass` has marked them. A graph with
+    activation checkpoints has no such marks; the checkpoints decide.
 
     base        cuts
     parameters  how many the model trains, if the graph holds them all; else 0
@@ -61,18 +59,18 @@ class Partitioner(CustomPartitionerFn):
         # A graph that this one calls is cut by itself, and has no parameters of its own.
         parameters = static_lifetime_input_indices or ()
         whole = 0 < self.parameters <= len(parameters)
-        known = partial(known_by_scales, backward.graph) if self.by_scales else lambda names: ()
-        chosen = choose_saved(forward.graph, backward.graph, names, parameters, whole, known)
-        saved = {name for name, choice in chosen.items() if choice.saved}
-        scales = {name for name, choice in chosen.items() if choice.scales}
-        if saved:
-            save_codes(forward.graph, backward.graph, saved, kwargs["num_fwd_outputs"])
-        if scales:
+        if not names:
+            return forward, backward
+        choice = choose_saved(forward.graph, backward.graph, names, parameters, whole)
+        why = dict.fromkeys(names, choice.why)
+        if choice.saved:
+            save_codes(forward.graph, backward.graph, names, kwargs["num_fwd_outputs"])
+        elif self.by_scales:
+            scales = known_by_scales(backward.graph, names)
             save_scales(forward.graph, backward.graph, scales, kwargs["num_fwd_outputs"])
-        if saved or scales:
-            forward, backward = (module_of(cut, cut.graph) for cut in (forward, backward))
-        self._notify({name: choice.why for name, choice in chosen.items()})
-        return forward, backward
+            why |= dict.fromkeys(scales, f"{choice.why}; their scales are saved")
+        self._notify(why)
+        return module_of(forward, forward.graph), module_of(backward, backward.graph)
 
     def _notify(self, why: dict[str, str]) -> None:
         if self.watcher is not None:

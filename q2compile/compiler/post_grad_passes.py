@@ -15,7 +15,7 @@ from torch.fx.node import map_arg
 from q2compile.compiler.instrumentation import Instrumentation
 from q2compile.compiler.pass_runner import PassRunner
 from q2compile.compiler.watcher import Watcher
-from q2compile.config import Config
+from q2compile.config import Config, resolved_policy
 from q2compile.errors import BackendError
 from q2compile.passes import PassConditions
 from q2compile.passes.graph_queries import device_of, q2_nodes
@@ -87,7 +87,7 @@ class PostGradPasses(PassRunner):
             raise self.fault(self.running, kind, copied(_module(graph), came), error) from error
 
     def _run(self, graph: fx.Graph, kind: str) -> None:
-        random_forward = self.config.resolved_policy.random_forward
+        random_forward = resolved_policy(self.config).random_forward
         self.running = "the check before the passes"
         check_spec(graph, kind, f"{kind} graph before the passes", random_forward)
         if self.watcher is not None:
@@ -108,7 +108,7 @@ class PostGradPasses(PassRunner):
     def wanted(self, graph: fx.Graph) -> PassConditions:
         device = next((device_of(node.all_input_nodes[0]) for node in q2_nodes(graph)), None)
         return PassConditions(
-            random_forward=self.config.resolved_policy.random_forward,
+            random_forward=resolved_policy(self.config).random_forward,
             keep_packed=False,
             recompute_weights=False,
             fuse_rotations=fuses_rotations(self.config, device),

@@ -271,7 +271,7 @@ def shown_devices(predicted: Iterable[Mapping[str, Any]]) -> list[Device]:
 
     predicted: of each row of a report, its times by `Device.column`, in `reported_devices`' order.
     """
-    columns = next((times for times in predicted if times), {d.column: {} for d in DEVICES})
+    columns: Iterable[str] = next(filter(None, predicted), [device.column for device in DEVICES])
     by_column = {device.column: device for device in DATA_SHEETS}
     return [by_column[column] for column in columns if column in by_column][:2]
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 
@@ -43,6 +42,7 @@ from q2compile.runtime_kernels.ops.table import (
     QUANTIZE,
     SPLIT_SCALES,
     TRANSPOSE,
+    QuantizerCall,
     QuantizerVariant,
 )
 from q2compile.runtime_kernels.registry import CPP, CUBLASLT_FP4, CUDA_BF16, TRITON_FP4
@@ -70,9 +70,9 @@ def begin_checks(texts: Iterable[tuple[str, str, str]], device: torch.device, fu
         selfcheck.begin(of, index, scheme)
     for name, scheme in dict.fromkeys(gemm for r in recipes for gemm in gemms(r, codes)):
         selfcheck.begin_gemm(GEMM, name, index, scheme, (torch.bfloat16, None, codes))
-    for keywords in [call for r in recipes for call in fused_calls(r, codes)] if fuses else ():
+    for call in [call for r in recipes for call in fused_calls(r, codes)] if fuses else ():
         for operands in (1, 2):
-            fused.begin(index, keywords, operands)
+            fused.begin(index, call, operands)
 
 
 def checked_calls(
@@ -164,21 +164,22 @@ def inductor_kernels_ahead(
     return list(dict.fromkeys(scheme for r in recipes for scheme in inductor_kernels_of(r, codes)))
 
 
-def fused_calls(recipe: Recipe, codes: bool) -> Iterator[dict[str, Any]]:
-    """Quantizers that may compute a gradient instead of reading it, by their keywords: an ellipsis
-    is a tensor."""
+def fused_calls(recipe: Recipe, codes: bool) -> Iterator[QuantizerCall]:
+    """Quantizers that may compute a gradient instead of reading it. An ellipsis is a seed."""
     for variant, operand in _of_gradients(recipe):
         if variant == ROWWISE or get_scheme(operand.scheme).is_tensorwise:
             continue
         seeds = ["rowwise_seed"] * variant.rowwise + ["columnwise_seed"] * variant.columnwise
-        yield {
-            "scheme": _named(operand, codes),
-            "transform": operand.transform,
-            "rotate_rows": not variant.rows_unrotated,
-            "rowwise": variant.rowwise,
-            "columnwise": variant.columnwise,
+        yield QuantizerCall.named(
+            QUANTIZE,
+            x=None,
+            scheme=_named(operand, codes),
+            transform=operand.transform,
+            rotate_rows=not variant.rows_unrotated,
+            rowwise=variant.rowwise,
+            columnwise=variant.columnwise,
             **dict.fromkeys(seeds, ...),
-        }
+        )
 
 
 def _both(row: Operand | None, column: Operand | None) -> QuantizerVariant | None:

@@ -40,7 +40,6 @@ from q2compile.passes.post_grad.gather_quantizers import gather_quantizers_pass
 from q2compile.passes.post_grad.group_launches import group_launches_pass
 from q2compile.passes.post_grad.merge_seeds import merge_seeds_pass
 from q2compile.passes.post_grad.pair_directions import pair_directions_pass
-from q2compile.passes.post_grad.part_directions import part_directions_pass
 from q2compile.passes.post_grad.share_operands import share_operands_pass
 from q2compile.passes.post_grad.share_rotations import (
     share_rotations_pass,
@@ -145,7 +144,6 @@ PASSES: tuple[Pass, ...] = (
     _post_grad("swizzle_scales", swizzle_scales_pass),
     _post_grad("dequantize_operands", dequantize_operands_pass),
     _post_grad("unrotate_in_gemm", unrotate_in_gemm_pass),  # those two look for gemm nodes
-    _post_grad("part_directions", part_directions_pass),  # looks at sizes, which those change
     # After all that rewrite the quantizers that it replaces.
     _post_grad("sum_columns", sum_columns_pass),
     # After all passes that create or split quantizers.

@@ -29,7 +29,7 @@ from typing import ClassVar
 from torch.utils.data import get_worker_info
 
 from q2compile.capture.find_matmuls import UNREAD
-from q2compile.config import Config
+from q2compile.config import Config, resolved_policy
 from q2compile.cost_model.devices import present_device
 from q2compile.passes.record import PassRecord
 from q2compile.recipes.recipe import GEMMS
@@ -164,7 +164,7 @@ def _is_first(rows: Sequence[Row], config: Config) -> bool:
         first, First.compiled = not First.compiled, True
         return first
     level = _level(rows)
-    first = level not in First.left and config.resolved_policy.quantizes
+    first = level not in First.left and resolved_policy(config).quantizes
     First.left.update([level] * first)
     return first
 

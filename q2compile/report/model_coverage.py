@@ -22,7 +22,7 @@ from q2compile.capture.module_names import (
     site_names,
 )
 from q2compile.capture.module_tree import module_at, named_parameters
-from q2compile.config import Config
+from q2compile.config import Config, resolved_policy, telemetry_options
 from q2compile.errors import ConfigError, NotTakenError
 from q2compile.recipes.policy import compiled_pattern
 from q2compile.report.row import Row
@@ -120,7 +120,7 @@ class Coverage:
         root = self.root()
         if root is None:
             return []
-        policy = self.config.resolved_policy
+        policy = resolved_policy(self.config)
         loose = {n: s for n, s in loose_weights(root, self.label).items() if n not in self.held}
         return [
             Row(
@@ -180,7 +180,7 @@ class Coverage:
 
     def says_that_nothing_is_recorded(self) -> str:
         """A sentence, the first time, where telemetry's patterns match nothing at all; else ""."""
-        options, patterns = self.config.telemetry_options, self._unmatched()["telemetry's"]
+        options, patterns = telemetry_options(self.config), self._unmatched()["telemetry's"]
         if self._said or options is None or len(patterns) < len(options.modules):
             return ""
         self._said = True
@@ -193,9 +193,9 @@ class Coverage:
         """Whose patterns -> those of them that match nothing; none while no name is known. Where no
         model was found names are those in the graphs so far."""
         names = self._sites() | self.seen
-        options = self.config.telemetry_options
+        options = telemetry_options(self.config)
         return {
-            "the policy's": self.config.resolved_policy.unmatched(names) if names else [],
+            "the policy's": resolved_policy(self.config).unmatched(names) if names else [],
             "telemetry's": options.unmatched(names) if names and options else [],
         }
 

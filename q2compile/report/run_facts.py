@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from q2compile.config import Config
+from q2compile.config import Config, changed_options
 from q2compile.version import __version__
 
 
@@ -47,7 +47,9 @@ class RunFacts:
 
 def _given(config: Config) -> dict[str, Any]:
     """Options that differ from the defaults, as JSON; objects that JSON lacks by their repr."""
-    plain = {k: dict(v) if isinstance(v, Mapping) else v for k, v in config.given.items()}
+    plain = {
+        k: dict(v) if isinstance(v, Mapping) else v for k, v in changed_options(config).items()
+    }
     read: dict[str, Any] = json.loads(json.dumps(plain, default=repr))
     return read
 

@@ -13,6 +13,7 @@ from torch import fx
 from q2compile.capture.node_meta import SEED_INDEX
 from q2compile.passes.graph_queries import GEMM_OPS, is_q2, producer, q2_nodes
 from q2compile.passes.joint.keep_packed import RECOMPUTE
+from q2compile.passes.memory import concrete
 from q2compile.report.row import Row
 from q2compile.runtime_kernels.ops.table import TRANSPOSE, quantizer_of
 
@@ -32,11 +33,11 @@ def count_saved(graph: fx.Graph, rows: list[Row]) -> None:
         if not op or not _quantizes(op):
             continue
         value = node.meta["val"]
-        bytes_of[_seed_index(op)] += _concrete(value.numel()) * value.element_size()
+        bytes_of[_seed_index(op)] += concrete(value.numel()) * value.element_size()
         if node.args[1] == 0:  # the codes stand for the elements of what was quantized
             source = op.args[0].meta["val"]
             pairs = is_q2(op, TRANSPOSE) and source.dtype == torch.uint8  # two codes in each
-            elements_of[_seed_index(op)] += (2 if pairs else 1) * _concrete(source.numel())
+            elements_of[_seed_index(op)] += (2 if pairs else 1) * concrete(source.numel())
     for row in rows:
         if row.taken and row.seed_index in seed_indices:
             row.saved_bytes, row.saved_elements = (
@@ -81,9 +82,3 @@ def _quantizes(op: fx.Node) -> bool:
 def _seed_index(op: fx.Node) -> int | None:
     """The seed index of the matmul that ``op`` is a part of; None if it is not known."""
     return op.meta.get("custom", {}).get(SEED_INDEX)
-
-
-def _concrete(n: Any) -> int:
-    """A size as a number: a symbol by the hint of the shapes that were traced."""
-    hint = n if isinstance(n, int) else n.node.hint
-    return int(hint or 0)

@@ -13,7 +13,7 @@ from torch import fx
 from q2compile.capture.matmul import Matmul
 from q2compile.capture.module_names import Names
 from q2compile.capture.views import is_view_or_cast, viewed
-from q2compile.config import Config
+from q2compile.config import Config, resolved_policy, uses_cuda_graphs
 from q2compile.cost_model.devices import Device, deciding_device
 from q2compile.cost_model.predict import Prediction, predict
 from q2compile.errors import ConfigError
@@ -44,7 +44,7 @@ def with_prediction(row: Row, found: Matmul, recipe: Recipe, config: Config) -> 
 
 
 def why_bf16(row: Row, config: Config, *, router: bool) -> str:
-    default = config.resolved_policy.default
+    default = resolved_policy(config).default
     if row.pattern:
         return f"policy: {row.pattern!r} says bf16"
     if not default.quantizes or not router:
@@ -69,7 +69,7 @@ def raise_on_shared(
     """Raises where a policy gives equal layers different recipes, though Dynamo compiles one graph
     for them."""
     for other in names.served_too(found.parameter):
-        theirs, _ = config.resolved_policy.resolve(other, router=router)
+        theirs, _ = resolved_policy(config).resolve(other, router=router)
         if (theirs.texts(), theirs.auto) != (recipe.texts(), recipe.auto):
             own = names.of(found.parameter, found.node)
             raise ConfigError(
@@ -99,7 +99,7 @@ def predict_matmul(found: Matmul, recipe: Recipe, config: Config) -> Prediction 
         recipe,
         found.shape,
         gemms,
-        cuda_graphs=config.uses_cuda_graphs,
+        cuda_graphs=uses_cuda_graphs(config),
         x_users=max(x_users, 1),
         w_quantized=0 if config.cache_weights else 1 + requantized,
         bias=found.bias is not None,

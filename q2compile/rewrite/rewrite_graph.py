@@ -15,7 +15,7 @@ from q2compile.capture.matmul import Matmul, NotTaken
 from q2compile.capture.module_names import Names
 from q2compile.capture.node_meta import SITE
 from q2compile.capture.routers import is_router
-from q2compile.config import Config
+from q2compile.config import Config, resolved_policy
 from q2compile.errors import BackendError
 from q2compile.linear.tensor_parallel import raise_on_async_inputs
 from q2compile.recipes.published import RECIPES
@@ -38,7 +38,7 @@ def rewrite(gm: fx.GraphModule, config: Config, names: Names) -> list[Row]:
 
     Raises ValueError when the policy gives different recipes to modules that one graph will serve.
     """
-    if names.failure is not None and config.resolved_policy.rules:
+    if names.failure is not None and resolved_policy(config).rules:
         raise names.failure  # a policy would match other names than those it means
     rows: list[Row] = []
     seed_index = 0
@@ -95,7 +95,7 @@ def _plan(
     row = _policy_row(found, config, names, router=router)
     if isinstance(found, NotTaken):
         return found, row, RECIPES["bf16"]
-    wanted, _ = config.resolved_policy.resolve(row.module, router=router)
+    wanted, _ = resolved_policy(config).resolve(row.module, router=router)
     raise_on_shared(found, wanted, names, config, router=router)
     row.why = why_cut(found, wanted)
     recipe = RECIPES["bf16"] if row.why else with_prediction(row, found, wanted, config)
@@ -121,10 +121,10 @@ def _policy_row(
     row = _row(found, names)
     if row.has_parameter:
         found.node.meta["custom"] = {**found.node.meta.get("custom", {}), SITE: row.module}
-        recipe, row.pattern = config.resolved_policy.resolve(row.module, router=router)
+        recipe, row.pattern = resolved_policy(config).resolve(row.module, router=router)
         row.recipe, row.wanted = recipe.name, recipe.quantizes
     elif isinstance(found, NotTaken) and found.unread:
-        row.wanted = config.resolved_policy.default.quantizes  # it may have a weight
+        row.wanted = resolved_policy(config).default.quantizes  # it may have a weight
     return row
 
 

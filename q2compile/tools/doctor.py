@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from q2compile.config import Config
+from q2compile.config import Config, disable_named_kernels
 from q2compile.runtime_kernels.cache_folder import cache_dir, why_temporary
 from q2compile.runtime_kernels.cpu import build
 from q2compile.runtime_kernels.cuda import check_results, emulated
@@ -55,7 +55,7 @@ def run(options: Namespace) -> int:
     if options.clear_cache:
         print(f"cache     {clear_cache(cache_dir())}")
         return 0
-    Config().disable()  # raises for names in the environment that no kernel has
+    disable_named_kernels(Config())  # raises for names in the environment that no kernel has
     lines: list[str] = []
     report: dict[str, Any] = {"versions": _versions(lines), "cache": _cache(lines), "devices": []}
     start = time.perf_counter()

@@ -33,11 +33,19 @@ _ROUNDINGS |= {("mxfp4", "rtn"): 3, ("mxfp4", "sr"): 4, ("mxfp4", "quest"): 5}
 _SEARCH = 2
 
 
+def _rounding_of(scheme: Scheme) -> int | None:
+    """The number of the rule in csrc/rules.h; None if there is none."""
+    return _ROUNDINGS.get((scheme.format, scheme.rounding))
+
+
 # The calls that the references serve: the reason, and a test of the call.
 UNSUPPORTED: dict[str, Callable[[QuantizerCall], bool]] = {
     "statistics are computed beside the same call without them": lambda call: call.recorded,
     "rng_offset has 32 bits here": lambda call: not 0 <= call.args["rng_offset"] < 1 << 32,
     "PyTorch's own operations round to e4m3": lambda call: call.scheme.is_tensorwise,
+    "csrc/rules.h has no rule for this rounding": lambda call: (
+        not call.scheme.is_tensorwise and _rounding_of(call.scheme) is None
+    ),
     "a source has codes and scales": lambda call: (
         call.source_scheme is not None and call.source_scheme.dequantized
     ),
@@ -59,7 +67,7 @@ def _operand(scheme: Scheme, transform: Transform, columnwise: bool) -> kernels.
     made = kernels.CpuOperand(
         source_height=1,
         columnwise=columnwise,
-        rounding=_ROUNDINGS[scheme.format, scheme.rounding],
+        rounding=_rounding_of(scheme),
         selection=_SEARCH if scheme.steps else int(scheme.selects),
         exact=scheme.global_scale == "exact",
         height=scheme.block[0],

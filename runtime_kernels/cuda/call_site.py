@@ -66,11 +66,6 @@ class CallSite:
         self.open = [i for i, arg in enumerate(self._args) if arg is ... or isinstance(arg, View)]
         self._bound: BoundCall | None = None
 
-    @property
-    def counts(self) -> tuple[int, int]:
-        """How many arguments are open, and how many outputs are wanted."""
-        return len(self.open), sum(self.wanted)
-
     def __call__(self, *given: Any) -> None:
         """Enqueues on the current stream of the current device, where the operands must be.
 
@@ -93,7 +88,7 @@ class CallSite:
         args, buffers = self.arguments(given), given[len(self.open) :]
         kernel = serving(self.op, args)
         if kernel.launching is None:  # Inductor's caches may come from a process with other kernels
-            self._through_the_dispatcher(args, buffers)
+            self.through_the_dispatcher(args, buffers)
             return
         laid_out = kernel.launching.in_layout(args)
         operands = tensors_of(laid_out)
@@ -104,7 +99,7 @@ class CallSite:
             if not kernels_own(error, self.op, kernel.name, operands[0].device):
                 raise
             reject(kernel, args, error)
-            self._through_the_dispatcher(args, buffers)
+            self.through_the_dispatcher(args, buffers)
             return
         same = all(a is b for a, b in zip(operands, tensors_of(args), strict=True))
         if self._fixed and same and aligned(operands[0]) and aligned(given[0]):
@@ -125,7 +120,7 @@ class CallSite:
             if isinstance(arg, torch.Tensor)
         )
 
-    def _through_the_dispatcher(self, args: Sequence[Any], buffers: Sequence[torch.Tensor]) -> None:
+    def through_the_dispatcher(self, args: Sequence[Any], buffers: Sequence[torch.Tensor]) -> None:
         """By any kernel that serves the call."""
         results = call_op(self.op, args)
         results = results if isinstance(results, tuple | list) else (results,)
@@ -134,7 +129,37 @@ class CallSite:
             buffer.copy_(result.view(buffer.shape))
 
 
-class GroupedCallSite:
+class JointCallSite:
+    """Call sites that are called as one.
+
+    sites: in order.
+    beginnings: where the open arguments of each site begin among those of all, and where they end.
+    """
+
+    def __init__(self, sites: tuple[CallSite, ...]) -> None:
+        self.sites, self.beginnings = sites, [0]
+        for site in sites:
+            self.beginnings.append(self.beginnings[-1] + len(site.open))
+        self._name = " + ".join(f"q2::{site.op}" for site in sites)
+
+    def __call__(self, *given: Any) -> None:
+        """Enqueues as a CallSite does. given: as `enqueue` takes it."""
+        if _profiler._is_profiler_enabled:
+            with record_function(self._name):
+                self.enqueue(given)
+        else:
+            self.enqueue(given)
+
+    def enqueue(self, given: Sequence[Any]) -> None:
+        raise NotImplementedError
+
+    def arguments(self, given: Sequence[Any]) -> list[list[Any]]:
+        """The arguments of each op. given: begins with tensors for the open ones."""
+        pairs = zip(self.sites, self.beginnings, strict=False)
+        return [site.arguments(given[start : start + len(site.open)]) for site, start in pairs]
+
+
+class GroupedCallSite(JointCallSite):
     """Calls with one grouped launch.
 
     sites: the call sites, in order.
@@ -150,32 +175,17 @@ class GroupedCallSite:
         *,
         fixed: bool,
     ) -> None:
-        self._sites, self._fixed, self._others = sites, fixed, others
+        super().__init__(sites)
+        self._fixed, self._others = fixed, others
         self._products = tuple(ScaleProduct(*product) for product in products)
-        self._name = " + ".join(f"q2::{site.op}" for site in sites)
-        self._first: list[int] = [0]  # of each site's open arguments, then of the others
-        for site in sites:
-            self._first.append(self._first[-1] + site.counts[0])
-        self._beginnings = tuple(self._first[:-1])
+        self._beginnings = tuple(self.beginnings[:-1])
         self._wanted = tuple(w for site in sites for w in site.wanted) + (True,) * len(products)
         self._bound: BoundCall | None = None
         self._separate = self._is_checked = False
 
-    def __call__(self, *given: Any) -> None:
-        """Enqueues as a CallSite does.
-
-        given: tensors for the open arguments of each site, the others, then buffers for the wanted
-            outputs of each site, and for the products.
-        """
-        if _profiler._is_profiler_enabled:
-            with record_function(self._name):
-                self.enqueue(given)
-        else:
-            self.enqueue(given)
-
     def enqueue(self, given: Sequence[Any]) -> None:
-        """As CallSite.enqueue."""
-        first = self._first
+        """As CallSite.enqueue. given: tensors for the open arguments of each site, the others, then
+        buffers for the wanted outputs of each site, and for the products."""
         if self._bound is not None:
             for i in self._beginnings:  # a generator would cost twice as much
                 if given[i].data_ptr() % ALIGNMENT:
@@ -183,11 +193,8 @@ class GroupedCallSite:
             else:
                 self._bound(given)
                 return
-        args = [
-            site.arguments(given[start:end])
-            for site, start, end in zip(self._sites, first, first[1:], strict=False)
-        ]
-        kernels = [serving(site.op, a) for site, a in zip(self._sites, args, strict=True)]
+        args, end = self.arguments(given), self.beginnings[-1]
+        kernels = [serving(site.op, a) for site, a in zip(self.sites, args, strict=True)]
         self._separate |= any(kernel.launching is None for kernel in kernels)
         if self._separate or self._is_rejected(args):
             self._one_by_one(given)
@@ -199,13 +206,13 @@ class GroupedCallSite:
         )
         others = [
             of.of(given[i]) if isinstance(of, View) else given[i]
-            for i, of in enumerate(self._others, first[-1])
+            for i, of in enumerate(self._others, end)
         ]
-        buffers = given[first[-1] + len(self._others) :]
+        buffers = given[end + len(self._others) :]
         try:
             self._bind(kernels, laid_out, None)([*operands, *others, *buffers])
         except Exception as error:
-            if not kernels_own(error, self._sites[0].op, kernels[0].name, operands[0].device):
+            if not kernels_own(error, self.sites[0].op, kernels[0].name, operands[0].device):
                 raise
             self._separate = True  # each call finds out whether its kernel fails
             self._one_by_one(given)
@@ -214,7 +221,7 @@ class GroupedCallSite:
         firsts = [tensors_of(a)[0] for a in laid_out]
         if self._fixed and same and all(map(aligned, [*firsts, *beginnings])):
             byte_offsets = [
-                p for site, a in zip(self._sites, args, strict=True) for p in site.byte_offsets(a)
+                p for site, a in zip(self.sites, args, strict=True) for p in site.byte_offsets(a)
             ]
             byte_offsets += [4 * of.offset if isinstance(of, View) else 0 for of in self._others]
             self._bound = self._bind(kernels, laid_out, tuple(byte_offsets))
@@ -222,7 +229,7 @@ class GroupedCallSite:
     def _is_rejected(self, args: Sequence[Any]) -> bool:
         """Whether the self-check of this group failed. It is asked for at the first call."""
         if not self._is_checked:
-            calls = tuple(checked_as(site.op, a) for site, a in zip(self._sites, args, strict=True))
+            calls = tuple(checked_as(site.op, a) for site, a in zip(self.sites, args, strict=True))
             group = Group(calls, self._products, len(self._others))
             device = tensors_of(args[0])[0].device
             self._is_checked, self._separate = True, rejection(group, device) is not None
@@ -245,15 +252,15 @@ class GroupedCallSite:
 
     def _one_by_one(self, given: Sequence[Any]) -> None:
         """Each call by itself, by any kernel that serves it."""
-        buffers = iter(given[self._first[-1] + len(self._others) :])
+        buffers = iter(given[self.beginnings[-1] + len(self._others) :])
         outputs: list[list[Any]] = []
-        for site, start, end in zip(self._sites, self._first, self._first[1:], strict=False):
+        for site, start, end in zip(self.sites, self.beginnings, self.beginnings[1:], strict=False):
             outputs.append([next(buffers) if wanted else None for wanted in site.wanted])
             site(*given[start:end], *(b for b in outputs[-1] if b is not None))
         for product in self._products:
             (i, own), other = product
             if isinstance(other, int):
-                of, base = self._others[other], given[self._first[-1] + other]
+                of, base = self._others[other], given[self.beginnings[-1] + other]
                 factor = of.of(base) if isinstance(of, View) else base
             else:
                 factor = outputs[other[0]][other[1]]

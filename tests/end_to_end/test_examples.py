@@ -9,15 +9,16 @@ import json
 import re
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from matplotlib import image
 
 from tests.support import forked
+from tests.support.markdown import tables
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "examples" / "train_llama.py"
@@ -307,42 +308,71 @@ def test_recorded_results_say_where_they_come_from() -> None:
             assert {"ratio", "unit", "versions"} <= set(row), path.name
 
 
-def tables(text: str) -> Iterator[dict[str, str]]:
-    """Every row of a Markdown page's tables: title of the column -> cell."""
-    titles: list[str] = []
-    for line in text.splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")] if line[:1] == "|" else []
-        if cells and titles and not set(cells[0]) <= set("-: "):
-            yield dict(zip(titles, cells, strict=True))
-        titles = titles or cells if cells else []
+def figures(row: dict[str, Any]) -> dict[str, Any]:
+    """Title of a column -> what a row of `results/` has for it."""
+    found = {"ratio": row["ratio"], "peak": row.get("peak_ratio"), "date": row["date"][5:]}
+    value, bf16 = row.get("value"), row.get("bf16")
+    if "seconds" in row and "quartet2" in row["seconds"]:
+        value, bf16 = row["seconds"]["quartet2"], row["seconds"]["bf16"]
+    for unit in ("ms", "GiB", "s"):
+        found |= {unit: value, f"BF16, {unit}": bf16}
+    for key, title in (("ms", "ms"), ("mb", "MB"), ("peak_mb", "peak, MB")):
+        if key in row:
+            found |= {f"bf16 gathers, {title.split(',')[0]}": row[key][0], title: row[key][1]}
+    return found
+
+
+# Pages of figures, and what the end of a column's title adds to the names of its rows.
+FIGURES = ("guides/measured.md", "benchmarks/README.md")
+ADDED = {"bf16": "_bf16", "CUDA graphs": ", CUDA graphs"}
 
 
 def test_the_tables_of_figures_say_what_was_recorded() -> None:
-    """Every row in `results/` is in a table of the README, and the other way round: a cell in a
-    column "ratio", or one named like the row's shape, rounds its ratio."""
-    folder = ROOT / "examples" / "benchmarks"
-    shown = {
-        (cells["row"].strip("`"), title): cell
-        for cells in tables((folder / "README.md").read_text())
-        if "row" in cells
-        for title, cell in cells.items()
-        if title == "ratio" or re.fullmatch(r"\d+ x \d+", title)
-    }
-    shown = {key: cell for key, cell in shown.items() if cell}
-    recorded = {}
-    for path in sorted((folder / "results").glob("*.json")):
+    """Every row in `results/` is in one table of the pages of figures, once, and the other way
+    round: a cell in a column "ratio", or one named like the row's shape, rounds its ratio; cells in
+    other columns that `figures` knows round those."""
+    shown: dict[tuple[str, str], str] = {}
+    beside: list[tuple[str, str, str]] = []
+    for page in FIGURES:
+        for cells in tables((ROOT / "examples" / page).read_text()):
+            if "row" not in cells:
+                continue
+            name = cells["row"].strip("`")
+            for title, cell in cells.items():
+                title, _, end = (
+                    title.partition(", ") if title.endswith((*ADDED,)) else (title, "", "")
+                )
+                key = (name + ADDED.get(end, ""), title)
+                if cell and (title == "ratio" or re.fullmatch(r"\d+ x \d+", title)):
+                    assert key not in shown, f"{key} is shown twice"
+                    shown[key] = cell
+                elif cell:
+                    beside.append((name, title, cell))
+    recorded, rows = {}, {}
+    for path in sorted((ROOT / "examples" / "benchmarks" / "results").glob("*.json")):
         for row in json.loads(path.read_text()):
             name = row["name"] + (
                 ", CUDA graphs" if row.get("mode", "default") != "default" else ""
             )
             several = path.name in ("kernels.json", "fusion.json") and "shape" in row
             title = " x ".join(map(str, row["shape"])) if several else "ratio"
+            if name.startswith("host_"):
+                title = "ratio"
+            rows[name] = figures(row)
             if row["name"] != "copy" and row["ratio"] is not None:
                 recorded[name, title] = row["ratio"]
-    hosts = {key: ratio for key, ratio in recorded.items() if key[0].startswith("host_")}
-    recorded = {key: ratio for key, ratio in recorded.items() if key not in hosts}
-    recorded |= {(name, "ratio"): ratio for (name, _), ratio in hosts.items()}
     assert set(shown) == set(recorded)
     for key, ratio in recorded.items():
-        digits = len(shown[key].partition(".")[2])
-        assert abs(float(shown[key]) - ratio) <= 0.5 * 10**-digits + 1e-9, key
+        assert rounds(shown[key], ratio), key
+    for name, title, cell in beside:
+        figure = rows[name].get(title)
+        if title == "date":
+            assert cell == figure, (name, title)
+        elif figure is not None:
+            assert rounds(cell, figure), (name, title, cell)
+
+
+def rounds(cell: str, figure: float) -> bool:
+    """Whether a cell is the figure, with the digits that it has."""
+    digits = len(cell.partition(".")[2])
+    return abs(float(cell) - figure) <= 0.5 * 10**-digits + 1e-9

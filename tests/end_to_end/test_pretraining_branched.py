@@ -30,7 +30,7 @@ from q2compile import Config  # noqa: E402
 
 STEPS, BRANCH, BATCH, SEQ, VOCAB = 8, 4, 2, 16, 300
 BF16, TWIN = runs.RUNS["bf16"], replace(runs.RUNS["bf16"], name="twin", perturbed=1e-6)
-PLANS = sorted((EXAMPLES / "pretraining").glob("branched*.toml"))
+PLAN = EXAMPLES / "pretraining" / "plans.toml"
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -184,7 +184,7 @@ def test_branched_runs_have_a_file_of_their_own(branched: Path, tmp_path: Path) 
     assert row["gap"] == pytest.approx(row["val_loss"] - bf16["val_loss"], abs=2e-6)
     text = written.read_text()
     assert f"branched after step {BRANCH} of {STEPS}" in text
-    assert "| run | stems | validation loss | gap to BF16 |" in text
+    assert "| run | stems | gap to BF16 |" in text
     assert (tmp_path / "gaps-tiny.png").exists()
 
 
@@ -198,46 +198,53 @@ def test_a_page_of_runs_without_bf16_has_no_curves_over_it(branched: Path, tmp_p
     assert not list(tmp_path.glob("gaps-*.png"))
 
 
-# Plan -> those of its arms that train here. Of the linear layers, one of each class; other arms
-# have another recipe, which Config takes as it is.
+# Arms of the plan that train here. Of the linear layers, one of each class; other arms have another
+# recipe, which Config takes as it is.
 ARMS = {
-    "mxfp4_2d": ["mxfp4_2d", "mxfp4_2d-signs-per-step"],
-    "forward": ["quartet2-mean-split"],
-    "arms": ["quartet2-search-error-feedback", "quartet2-search-balanced"],
-    "feedback": ["quartet2-search-fixed-balance", "quartet2-search-direct"],
+    "mxfp4_2d",
+    "mxfp4_2d-signs-per-step",
+    "quartet2-mean-split",
+    "quartet2-search-error-feedback",
+    "quartet2-search-balanced",
+    "quartet2-search-fixed-balance",
+    "quartet2-search-direct",
 }
 
 
-def asked(file: Path) -> list[runs.Run]:
-    """The runs of a plan."""
-    given = Namespace(plan=file, seeds=[0], tokens=1.0, size="30m", branch_at=None)
-    return [runs.parse(name) for job in plan.jobs(given) for name in job.runs]
+def asked(folders: tuple[str, ...] = ()) -> list[plan.Job]:
+    """The comparisons of the plan."""
+    given = {"seeds": [0], "tokens": 1.0, "size": "30m", "branch_at": None}
+    return plan.jobs(Namespace(plan=PLAN, folders=folders, **given))
 
 
-@pytest.mark.parametrize("file", ARMS)
-def test_the_arms_train(branched: Path, file: str) -> None:
+def test_the_arms_train(branched: Path) -> None:
     """Each resumes from the stem of seed 0, and ends with other weights."""
-    plan_of_arms = asked(EXAMPLES / "pretraining" / f"branched_{file}.toml")
-    arms = {run.name: run for run in plan_of_arms if run.name in ARMS[file]}
+    planned = [runs.parse(name) for job in asked() for name in job.runs]
+    arms = {run.name: run for run in planned if run.name in ARMS}
     compared = comparison(branched, Branch(BRANCH, branched / "stems"))
     for run in arms.values():
         list(compared.train(run, [0]))
     found = {name: result(branched, name).val_loss for name in arms}
-    assert len(found) == len(ARMS[file])
+    assert set(found) == ARMS
     assert all(math.isfinite(loss) for loss in found.values())
     others = {result(branched, run).val_loss for run in ("bf16", "quartet2")}
     assert len({*others, *found.values()}) == 2 + len(found)
 
 
-@pytest.mark.parametrize("file", PLANS, ids=lambda file: file.stem)
-def test_every_run_of_the_plans_is_one_that_the_backend_takes(file: Path) -> None:
-    wanted = asked(file)
+def test_every_run_of_the_plan_is_one_that_the_backend_takes() -> None:
+    wanted = [runs.parse(name) for job in asked() for name in job.runs]
     names = {run.name for run in wanted}
     for run in wanted:
         for late in (False, True):
             Config.from_options(run.compile_options(layers=6, late=late))
             assert run.compile_options(6)["policy"]["*lm_head*"] == "bf16"
         assert run.against in names
+
+
+def test_a_part_of_the_plan() -> None:
+    assert {job.folder for job in asked(("75M", "305M"))} == {"75M", "305M"}
+    with pytest.raises(ValueError, match="--folders 76M: .* has 305M, 75M, 75M-second, branched-"):
+        asked(("75M", "76M"))
 
 
 def test_a_branch_lies_inside_of_the_run() -> None:

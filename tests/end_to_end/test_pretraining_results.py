@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -25,7 +26,8 @@ from pretraining.model import SIZES, build_model  # noqa: E402
 from pretraining.record import Losses, Point, Result, without_folders  # noqa: E402
 from pretraining.training import learning_rate_factor  # noqa: E402
 
-from q2compile import Config  # noqa: E402
+from q2compile.config import Config, resolved_policy  # noqa: E402
+from tests.support.markdown import tables  # noqa: E402
 
 
 def result(name: str, seed: int, val_losses: list[float], **given: Any) -> Result:
@@ -60,7 +62,7 @@ def test_every_run_is_one_that_the_backend_takes(name: str) -> None:
 def test_the_controls_change_what_their_names_say() -> None:
     def gemms(name: str) -> tuple[str, str, str]:
         options = runs.RUNS[name].compile_options(layers=6)
-        return Config.from_options(options).resolved_policy.default.texts()
+        return resolved_policy(Config.from_options(options)).default.texts()
 
     whole, bf16 = gemms("quartet2"), "bf16"
     assert gemms("quartet2-forward") == (whole[0], bf16, bf16)
@@ -243,11 +245,12 @@ def test_the_page_is_made_of_gaps_json(tmp_path: Path) -> None:
     assert rows["quartet2-exact", 0]["options"]["global_scale"] == "exact"
     tables = (into / "tables.md").read_text().splitlines()
     # One pair with two seeds, .020 and .022: deviation .0014, over the root of the seeds.
-    assert "| `quartet2` | 2 | 1.5210 | +0.0210 ± 0.0010 | 1.50 | 1.00 |" in tables
-    assert "| `quartet2-exact` | 1 | 1.5211 | +0.0211 ± 0.0014 | 1.00 | 2.00 |" in tables
-    assert "| `nvfp4` | 1 |  | NaN at step 7 (seed 0) | 1.00 | 1.00 |" in tables
-    (control,) = [line for line in tables if line.startswith("| `quartet2-exact` | `quartet2`")]
-    assert "| +0.0011 ± 0.0014 (none) |" in control  # of the seed that both have
+    assert "| `quartet2` | 2 | 1.5210 | +0.0210 ± 0.0010 | 1.50 | 1.00 |  |" in tables
+    (control,) = [line for line in tables if line.startswith("| `quartet2-exact` | 1 | 1.5211 |")]
+    assert " | +0.0211 ± 0.0014 | 1.00 | 2.00 | " in control
+    # The difference is that of the seed that both have.
+    assert control.endswith(" | +0.0011 ± 0.0014 (none) to `quartet2` |")
+    assert "| `nvfp4` | 1 |  | NaN at step 7 (seed 0) | 1.00 | 1.00 |  |" in tables
     before = (into / "tables.md").read_text()
     page.write(into, None)
     assert (into / "tables.md").read_text() == before
@@ -389,6 +392,35 @@ def has_stability(page: str, stability: dict[str, Any], row: Callable[..., str])
             assert variant in same and differs == " in no step: the same bits "
     for variant in ("compiled", "eager", "rounding", "oracle"):
         assert f"{quartet2[variant] - bf16[variant]:+.4f}".replace("0.", ".") in quartet2_part
+
+
+def test_the_page_of_measurements_has_the_gaps_of_its_runs() -> None:
+    """Every row of the page of measurements that has a gap, against the row of its run."""
+    parts = re.split(
+        r"^### ", (EXAMPLES / "pretraining/results/branched.md").read_text(), flags=re.MULTILINE
+    )[1:]
+    found = {
+        part.partition("\n")[0]: {
+            cells["run"].strip("`"): cells for cells in tables(part) if "gap to BF16" in cells
+        }
+        for part in parts
+    }
+    (small,) = (own for title, own in found.items() if "after step 500 of 1200" in title)
+    (large,) = (own for title, own in found.items() if title.startswith("Llama 100m"))
+    where = {"gap, 30M": (small, ""), "gap, 100M": (large, "")}
+    where |= {f"{part} alone": (small, f"-{part}") for part in ("forward", "backward")}
+    checked = 0
+    for cells in tables((EXAMPLES / "guides/measured.md").read_text()):
+        name = cells.get("recipe", cells.get("run", "")).strip("`")
+        name = name.replace("quartet2_search", "quartet2-search")
+        for title, cell in cells.items():
+            if " ± " in cell and title == "difference":
+                assert small[name][title].startswith(f"{cell} to `quartet2`"), name
+            elif " ± " in cell:
+                own, end = where[title]
+                assert own[name + end]["gap to BF16"] == cell, (name, title)
+            checked += " ± " in cell
+    assert checked > 30
 
 
 # ----------------------------------------------------------------------------------------- devices

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The guide "What q2compile changes in your process": its tables match the sources in both
+"""The part "Your process" of the guide limits.md: its tables match the sources in both
 directions."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.support import forked
 from tests.support.tracked import parsed, tracked
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "examples" / "guides" / "process.md").read_text()
+PAGE = (ROOT / "examples" / "guides" / "limits.md").read_text()
 PACKAGES = ("q2compile", "lowering", "runtime_kernels")
 
 
@@ -36,10 +36,15 @@ def sources() -> dict[str, ast.Module]:
     }
 
 
+def section(title: str) -> str:
+    """The text under a heading."""
+    return re.split(r"\n##+ ", PAGE.split(f"### {title}\n")[1])[0]
+
+
 def rows(title: str) -> dict[str, list[str]]:
     """The table under a heading: the name in backquotes in its first cell -> the other cells."""
-    section = PAGE.split(f"## {title}\n")[1].split("\n## ")[0]
-    cells = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| `")]
+    lines = [line for line in section(title).splitlines() if line.startswith("| `")]
+    cells = [line.strip("|").split("|") for line in lines]
     found = {re.findall(r"`([^`]+)`", first)[0]: rest for first, *rest in cells}
     assert found, title
     return found
@@ -102,8 +107,7 @@ def test_no_other_variable_of_ours_is_named_anywhere() -> None:
     """In sources, tests, documents, the Makefile."""
     texts = [p.read_text("utf-8") for p in tracked(ROOT) if p.suffix in (".py", ".md", ".toml", "")]
     found = set(re.findall(r"\bQ2COMPILE_[A-Z_]*[A-Z]", "\n".join(texts)))
-    section = PAGE.split("## Environment variables\n")[1].split("\n## ")[0]
-    assert found == set(re.findall(r"`(Q2COMPILE_\w+)`", section))
+    assert found == set(re.findall(r"`(Q2COMPILE_\w+)`", section("Environment variables")))
 
 
 # Calls that write a file, or create a folder or a temporary one.

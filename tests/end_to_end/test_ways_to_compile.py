@@ -253,7 +253,7 @@ def test_export_takes_the_plain_model(way):
 
 
 def test_inside_another_torch_compile_it_is_that_ones_backend(monkeypatch):
-    """Dynamo uses only the outermost call's backend (limits.md)."""
+    """Dynamo uses only the outermost call's backend (guide limits.md)."""
     called = []
     monkeypatch.setattr("q2compile.backend.rewrite", lambda *args: called.append(args))
     model, x = torch.nn.Linear(32, 32), torch.randn(4, 32)
@@ -266,7 +266,7 @@ def test_inside_another_torch_compile_it_is_that_ones_backend(monkeypatch):
 
 
 def test_threads_that_compile_at_once_after_a_lookup():
-    """Without the lookup torch's registry fails in some of them (limits.md)."""
+    """Without the lookup torch's registry fails in some of them (guide limits.md)."""
     code = """
 import threading, torch
 torch._dynamo.lookup_backend("quartet2")

@@ -8,12 +8,12 @@ import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
 from q2compile.lowering.prologue import fusion_rule
+from q2compile.runtime_kernels.cuda.call_site import CallSite
 from q2compile.runtime_kernels.cuda.fused_call_site import FusedCallSite
 from q2compile.runtime_kernels.cuda.jit import launch
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, LaunchError
@@ -24,6 +24,7 @@ from q2compile.runtime_kernels.cuda.quantize.prologue_expression import (
 )
 from q2compile.runtime_kernels.cuda.quantize.prologue_source import bytes_read
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
+from q2compile.runtime_kernels.ops.table import QUANTIZE
 from q2compile.runtime_kernels.registry import KernelWarning
 from tests.support import emulation, quantizer_calls
 from tests.support import quantizer_calls as calls
@@ -87,7 +88,7 @@ def test_what_is_approximated() -> None:
     e^x. A GPU's exponential may add 2^-22."""
     x = torch.cat([torch.linspace(-12, 12, 64 * 128 - 4), torch.tensor([0.0, INF, -INF, NAN])])
     steps = (("load", 0, "(c + (128 * r))", "lanes", -1), ("erf_plus_one", 0), ("exp", 0))
-    prologue = PrologueExpression(FP32, "64", 128, (FP32,), (), False, steps, (1, 2))
+    prologue = PrologueExpression(FP32, 64, 128, (FP32,), False, steps, (1, 2))
     erf, exp = (made.double().flatten() for made in made_by(prologue, (x,)))
     wide = x.double()
     assert torch.allclose(erf, 1 + wide.erf(), rtol=0, atol=2.0**-24 + 2.0**-22, equal_nan=True)
@@ -198,17 +199,6 @@ def test_reads_with_other_masks_are_left(monkeypatch) -> None:
     assert torch.equal(*made_by(prologue, given), parts(a))
 
 
-def test_which_inputs_are_prefetched(monkeypatch) -> None:
-    """L2 prefetches the inputs of a long computation, not of a short one."""
-    for name, ahead in (("gelu", 2), ("residual", 0)):
-        function, operands_of, _ = PROLOGUES[name]
-        ((prologue, _),) = run_fused(monkeypatch, quantized(function), SEEDS, *operands_of()).calls
-        assert prologue_source.prefetches(prologue) is bool(ahead)
-        source = prologue_source.cuda_source(prologue)
-        assert f"kPrefetched = {str(bool(ahead)).lower()};" in source
-        assert not ahead or source.count("  prefetch(") == ahead
-
-
 def test_rounding_in_between(monkeypatch) -> None:
     """Under emulate_precision_casts each operation rounds to bf16, as without a compiler."""
     function = quantized(lambda a, b, c: (a * b + c) * 3)
@@ -217,31 +207,6 @@ def test_rounding_in_between(monkeypatch) -> None:
     ((prologue, _),) = done.calls
     assert [step[0] for step in prologue.steps].count("round") >= 2
     assert_same_bits(done.results, function(SEEDS, *operands))
-
-
-def test_any_number_of_rows(monkeypatch) -> None:
-    """Sequences in a batch: the number of rows is a product of two sizes."""
-    both = quantized(lambda a, b, v: ((a.float() + b) * v.float()).flatten(0, 1).bfloat16())
-    compiled: list[Any] = []
-    compile_as_is = torch.compile
-
-    def compile_(function):
-        compiled.append(compile_as_is(function))
-        return compiled[0]
-
-    def operands(*batch: int) -> list[torch.Tensor]:
-        given = [normal(*batch, COLS), normal(*batch, COLS, seed=1)]
-        for x in given:
-            torch._dynamo.mark_dynamic(x, (0, 1))
-        return [*given, normal(COLS)]
-
-    monkeypatch.setattr(torch, "compile", compile_)
-    done = run_fused(monkeypatch, both, SEEDS, *operands(3, 50))
-    assert "fused with" in done.notes[0] and done.calls[0][0].sizes, done.notes
-    assert_same_bits(done.results, both(SEEDS, *operands(3, 50)))
-    other = operands(2, 33)
-    assert_same_bits(compiled[0](SEEDS, *other), both(SEEDS, *other))
-    assert len(done.calls) == 2
 
 
 def two_readers(seeds, a, b):
@@ -346,9 +311,8 @@ def test_two_launches_make_what_four_made(monkeypatch) -> None:
     their amax."""
     operands = matrices(3)
     done = run_fused(monkeypatch, gated(), SEEDS, *operands)
-    _, keywords = calls.both(None, *SEEDS, EDEN, "rht128", 3).written()
-    call = fused.fused_plan(done.calls[0][0], operands, (), [keywords, keywords])
-    rotate, align = call.steps
+    one = calls.both(None, *SEEDS, EDEN, "rht128", 3)
+    rotate, align = fused.fused_plan(done.calls[0][0], 0, [one, one]).steps
     assert rotate.launch.variant.file == "rotate_quantize.cu"
     assert (align.launch.variant.file, align.grid[1]) == ("align_scales.cu", 4)
 
@@ -407,7 +371,8 @@ def test_the_rule_knows_operands_of_one_read(monkeypatch) -> None:
 def site_of(done: Fused) -> FusedCallSite:
     """One like that of generated code."""
     _, keywords = calls.both(None, ..., ..., EDEN, "rht128", 3).written()
-    return FusedCallSite(done.calls[0][0], [(keywords, (1,) * 6)])
+    site = CallSite(QUANTIZE, (None,), (1,) * 6, fixed=True, **keywords)
+    return FusedCallSite(done.calls[0][0], (site,))
 
 
 def test_inputs_off_16_bytes_are_computed_apart(monkeypatch) -> None:

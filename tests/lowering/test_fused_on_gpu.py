@@ -38,10 +38,10 @@ def test_small_ones_agree_with_the_reference(both, scheme, transform) -> None:
     cases = [calls.both(None, ..., ..., scheme, transform)]
     if not both:
         cases = [calls.one(None, ..., scheme, transform, c, 1) for c in (False, True)]
-    for _, keywords in (case.written() for case in cases):
+    for case in cases:
+        _, keywords = case.written()
         assert fused.disagreement(device, keywords) is None
-        pair = fused.representative(2)
-        if fused.no_pair(pair, keywords, device.index) is None:
+        if fused.no_pair(fused.representative(2), case, device.index) is None:
             assert fused.disagreement(device, keywords, 2) is None
 
 

@@ -27,7 +27,7 @@ def inputs() -> list[torch.Tensor]:
 def value(*steps: Any) -> torch.Tensor:
     """The number of the last step, by torch."""
     dtypes = (torch.float32,) * 3
-    how = (torch.float32, str(ROWS), COLS, dtypes, (), False)
+    how = (torch.float32, ROWS, COLS, dtypes, False)
     (made,) = PrologueExpression(*how, tuple(steps), (len(steps) - 1,)).evaluate(inputs())
     return made
 
@@ -58,11 +58,11 @@ SHORTER = {
     "twice": ((*HALVES, ("where", 5, 0, 7)), "where", (5, 8, 1), ("where", 5, 0, 1), 0),
     "halves": (
         (*HALVES, ("where", 5, 0, 7), ("add", 2, 8), ("where", 6, 1, 7)),
-        *("add", (9, 10), ("add", ("add", 2, ("where", 5, 0, 1)), ZERO), 0),
+        *("add", (9, 10), ("add", ("add", 2, ("where", ("lt", 3, 4), 0, 1)), ZERO), 0),
     ),
     "halves, in another order": (
         (*HALVES, ("where", 6, 0, 7), ("add", 8, 2), ("where", 5, 1, 7)),
-        *("add", (10, 9), ("add", ("add", 2, ("where", 6, 0, 1)), ZERO), 0),
+        *("add", (10, 9), ("add", ("add", 2, ("where", ("ge", 3, 4), 0, 1)), ZERO), 0),
     ),
 }
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from q2compile import Config
-from q2compile.config import CONFIG_FILE_VARIABLE, CallArguments
+from q2compile.config import CONFIG_FILE_VARIABLE, CallArguments, resolved_policy
 from q2compile.torch_internals.dynamo import own_compile_call
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -122,7 +122,7 @@ def test_other_options_are_in_force_at_once(formats, way, change):
     model, x = Net(), torch.randn(4, 32)
     for options in CHANGES[change]:
         way(model, {**EAGER, **options})(x)
-        policy = Config(**options).resolved_policy
+        policy = resolved_policy(Config(**options))
         wanted = {name: policy.resolve(name)[0].texts()[0] for name in ("up", "down")}
         assert formats[-1] == wanted
     assert len(formats) == 2

@@ -2,13 +2,15 @@
 """Strict parsing of options: errors show the value, the allowed values and the nearest name."""
 
 import json
+from dataclasses import fields
+from inspect import signature
 from pathlib import Path
 
 import pytest
 import torch
 
 from q2compile import Config
-from q2compile.config import CONFIG_FILE_VARIABLE
+from q2compile.config import CONFIG_FILE_VARIABLE, resolved_policy
 from q2compile.errors import ConfigError
 
 
@@ -23,6 +25,13 @@ def test_defaults_are_the_contract():
     assert (config.recipe, config.global_scale, config.inner) == ("quartet2", "pow2", "inductor")
     assert (config.dump, config.strict, config.mode) == (None, False, None)
     assert dict(config.policy) == {} and dict(config.inductor) == {}
+
+
+def test_only_options_are_public():
+    """`help(q2compile.Config)` shows the options, and not what the backend derives from them."""
+    options = [field.name for field in fields(Config)]
+    assert {name for name in dir(Config()) if name[0] != "_"} == {*options, "from_options"}
+    assert list(signature(Config).parameters) == options
 
 
 @pytest.mark.parametrize(
@@ -161,7 +170,7 @@ def test_the_config_file_is_the_base_and_options_win(tmp_path, monkeypatch, kind
     over = Config.from_options(Config(recipe="nvfp4"))
     assert (over.recipe, over.strict, over.policy) == ("nvfp4", True, config.policy)
     assert list(config.policy) == ["*", "a"]
-    assert config.resolved_policy.resolve("a")[1] == "a"
+    assert resolved_policy(config).resolve("a")[1] == "a"
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from run to run (times, paths, hashes of sources).
 
 Exit status 0: equal; 1: a diff is printed.
 
-All cases take about 100 s for each commit on one core (torch 2.13).
+All cases take about 120 s for each commit on one core (torch 2.13).
 """
 
 from __future__ import annotations
@@ -125,9 +125,23 @@ def _models() -> dict[str, Callable[[], Any]]:
         "block": Block,
         "checkpointed": Checkpointed,
         "experts": Experts,
+        "head": lambda: _stack(64, 64, 64, 2048),
+        "stack": lambda: _stack(64, 64, 64, 64),
         "rotary": _rotary,
+        "producers": _producers,
         "tensor_parallel": TensorParallel,
     }
+
+
+def _stack(*widths: int) -> Any:
+    """Linears. Memory is at its peak while codes of weights wait for the backward; if the last one
+    is wide, while its gradient is quantized."""
+    from itertools import pairwise
+
+    from torch import nn
+
+    linears = (nn.Linear(*sizes, bias=False) for sizes in pairwise(widths))
+    return nn.Sequential(*(layer for linear in linears for layer in (linear, nn.Tanh())))
 
 
 def _rotary() -> Any:
@@ -163,14 +177,72 @@ def _rotary() -> Any:
     return Rotary()
 
 
+def _producers() -> Any:
+    import torch
+    import torch.nn.functional as F
+    from torch import nn
+
+    class Producers(nn.Module):
+        """A chain of linears. Each one's gradient is computed by the backward of what follows it:
+        GELU, RMSNorm, rotary embeddings, dropout, a sum of two in fp32."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down, self.q, self.o, self.last = (
+                nn.Linear(64, 64, bias=False) for _ in range(5)
+            )
+            self.norm = nn.RMSNorm(64)
+            angles = torch.arange(128)[:, None] * 0.5 ** torch.arange(16.0).repeat(2)
+            self.register_buffer("cos", angles.cos())
+            self.register_buffer("sin", angles.sin())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            cos, sin = (table[: x.shape[1]].float() for table in (self.cos, self.sin))
+            h = self.norm(self.down(F.gelu(self.up(x))))
+            q = self.q(h).unflatten(-1, (2, 32)).transpose(1, 2)
+            swapped = torch.cat([-q[..., 16:], q[..., :16]], -1)
+            q = (q * cos + swapped * sin).to(x.dtype)
+            y = F.dropout(self.o(q.transpose(1, 2).flatten(2)), training=self.training)
+            y = self.last(y).float()
+            return y * x.float() + y.relu()
+
+    return Producers()
+
+
 class Case(NamedTuple):
-    """capability: the compute capability to write for, 90 for 9.0, or 0 for this CPU."""
+    """
+    capability   the compute capability to write for, 90 for 9.0, or 0 for this CPU
+    every_byte   decisions about memory are made for sizes that no GPU is short of, too
+    tokens       sequences, and tokens of each. With fewer than 128 tokens, contractions over tokens
+                 are spread over two chunks, and such a quantizer reads its operand.
+    dynamic      whether the number of tokens is symbolic
+    """
 
     name: str
     model: str
     capability: int
     options: dict[str, Any]
     training: bool = True
+    every_byte: bool = False
+    tokens: tuple[int, int] = (2, 24)
+    dynamic: bool = False
+
+
+def _fused_cases() -> Iterator[Case]:
+    """Prologue fusion: `_collect_one` asserts that quantizers compute their operand."""
+    emulated = {"inductor": {"emulate_precision_casts": True}}
+    cases: dict[str, tuple[str, dict[str, Any]]] = {
+        "90_fused_pair": ("block", {}),  # dg and du of the SwiGLU in one kernel
+        "100_fused_pair": ("block", {}),
+        "90_fused_masked": ("block", {"recipe": "quartet"}),  # in the forward
+        "90_fused_exact": ("block", {"global_scale": "exact"}),
+        "90_fused_producers": ("producers", {}),
+        "120_fused_producers": ("producers", {}),
+        "90_fused_rounded": ("producers", emulated),
+    }
+    for name, (model, options) in cases.items():
+        capability, options = int(name.partition("_")[0]), {**options, "fuse_rotations": True}
+        yield Case(name, model, capability, options, tokens=(2, 128))
 
 
 def _cases() -> Iterator[Case]:
@@ -183,11 +255,16 @@ def _cases() -> Iterator[Case]:
     for capability in (90, 100):
         for recipe in (*RECIPES, "bf16"):
             yield Case(f"{capability}_{recipe}", "block", capability, {"recipe": recipe})
-        for option, value in (("global_scale", "exact"), ("fuse_rotations", True)):
-            yield Case(f"{capability}_{option}", "block", capability, {option: value})
+        exact = {"global_scale": "exact"}
+        yield Case(f"{capability}_global_scale", "block", capability, exact)
         yield Case(f"{capability}_inference", "block", capability, {}, training=False)
         yield Case(f"{capability}_experts", "experts", capability, experts)
-        yield Case(f"{capability}_rotary", "rotary", capability, {"fuse_rotations": True})
+        yield Case(f"{capability}_rotary", "rotary", capability, {})
+        for model in ("head", "stack"):
+            yield Case(f"{capability}_{model}", model, capability, {}, every_byte=True)
+    yield Case("cpu_stack", "stack", 0, {}, every_byte=True)
+    yield from _fused_cases()
+    yield Case("90_dynamic", "block", 90, {"recipe": "nvfp4"}, tokens=(2, 128), dynamic=True)
     yield Case("90_policy", "block", 90, {"policy": {"down": {"dgrad": "bf16"}, "q": "nvfp4"}})
     for option in ("keep_packed", "recompute_weights", "cache_weights"):
         yield Case(f"90_{option}", "checkpointed", 90, {option: True})
@@ -244,7 +321,9 @@ def _collect_one(case: Case, folder: Path, emulation: Any) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = _models()[case.model]().bfloat16().train(case.training)
-    x = torch.randn(2, 24, 64, dtype=torch.bfloat16, requires_grad=case.training)
+    x = torch.randn(*case.tokens, 64, dtype=torch.bfloat16, requires_grad=case.training)
+    if case.dynamic:
+        torch._dynamo.mark_dynamic(x, (0, 1))
     settings: dict[str, Any] = {**case.options, "dump": str(folder)}
     if "telemetry" in settings:
         # Stub kernels record uninitialized memory, so telemetry's files are not compared.
@@ -258,10 +337,16 @@ def _collect_one(case: Case, folder: Path, emulation: Any) -> None:
         if case.capability:
             emulation.emulate(patch, case.capability)
             emulation.serve_as_on(patch, case.capability)
-            settings["inductor"] = {"cpu_backend": "triton"}
+            settings["inductor"] = {**case.options.get("inductor", {}), "cpu_backend": "triton"}
+        if case.every_byte:
+            for module in ("joint.saved_weights", "post_grad.pair_directions"):
+                patch.setattr(f"q2compile.passes.{module}.SMALL", 0, raising=False)
         y = torch.compile(model, backend="quartet2", options=settings)(x)
         if case.training:
             y.float().square().mean().backward()
+    if case.options.get("fuse_rotations"):
+        told = "".join(path.read_text() for path in folder.rglob("passes.json"))
+        assert ": fused with" in told, f"{case.name}: no quantizer computes its operand"
     if not case.capability:  # else the kernels did nothing
         gradients = [t.grad for t in (x, *model.parameters()) if t.grad is not None]
         sums = [float(t.double().abs().sum()) for t in (y.detach(), *gradients)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The blocks, links and headings of a Markdown page, as GitHub shows them."""
+"""The blocks, links, headings and tables of a Markdown page, as GitHub shows them."""
 
 from __future__ import annotations
 
@@ -75,6 +75,16 @@ def _headings(page: str) -> Iterator[str]:
 
 def _anchor(title: str) -> str:
     return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+def tables(text: str) -> Iterator[dict[str, str]]:
+    """Every row of a Markdown page's tables: title of the column -> cell."""
+    titles: list[str] = []
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")] if line[:1] == "|" else []
+        if cells and titles and not set(cells[0]) <= set("-: "):
+            yield dict(zip(titles, cells, strict=True))
+        titles = titles or cells if cells else []
 
 
 def broken_links(document: Path) -> list[str]:

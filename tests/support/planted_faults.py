@@ -293,11 +293,11 @@ FAULTS = (
         "q2compile/passes/test_group_launches.py",
     ),
     fault(
-        "parting a pair is thought to cost memory",
-        "q2compile/passes/post_grad/part_directions.py",
-        "        alive[i] -= size\n",
-        "        alive[i] += size\n",
-        "q2compile/passes/test_part_directions.py",
+        "codes of weights are thought to wait until all gradients are there",
+        "q2compile/passes/joint/saved_weights.py",
+        "max(middle + codes - peak, 0)",
+        "codes",
+        "q2compile/passes/test_saved_weights.py",
     ),
     fault(
         "a seed may stand in a forward graph",
@@ -374,7 +374,7 @@ FAULTS = (
     fault(
         "graphs with gathered codes are replayed as CUDA graphs",
         "q2compile/compiler/compile_graph.py",
-        "    if gathered and gathered.takes_codes and config.uses_cuda_graphs:\n",
+        "    if gathered and gathered.takes_codes and uses_cuda_graphs(config):\n",
         "    if False:\n",
         "q2compile/weight_cache",
     ),

@@ -24,7 +24,7 @@ def _loads(*numbers: int) -> tuple:
 def _expression(inputs: tuple, *steps: tuple, results: tuple[int, ...] = ()) -> PrologueExpression:
     """Without `results` the last step is the result."""
     results = results or (len(steps) - 1,)
-    return PrologueExpression(BF16, "8192", 4096, inputs, (), False, steps, results)
+    return PrologueExpression(BF16, 8192, 4096, inputs, False, steps, results)
 
 
 ONE = ("constant", "0x1.0000000000000p+0", "float")

@@ -35,8 +35,8 @@ def recompute_weights_pass(graph: fx.Graph) -> int:
 
     The cost is the second quantization, in every micro-batch: by `q2compile.cost_model`, for a
     4096x4096 linear on a B200, 11% of its time at 2048 tokens, 2% at 16384 and 0.6% at 65536.
-    `choose_saved` decides where that pays. Under recompute_weights="auto" this pass marks all
-    weights, and `save_codes` saves some after the cut.
+    `choose_saved` decides whether that pays. Under recompute_weights="auto" this pass marks all
+    weights, and `save_codes` or `save_scales` may save something after the cut.
 
     The cast is marked too, since saved it would cost 16 bits. A tensor-wide amax of w, for an exact
     global scale, is one element and stays saved.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Save the codes of some weights, or their scales, in graphs that are already cut."""
+"""Save the codes of weights, or their scales, in graphs that are already cut."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from q2compile.torch_internals.partitioner import save_instead
 
 
 def save_codes(forward: fx.Graph, backward: fx.Graph, names: Collection[str], results: int) -> None:
-    """Let the backward take the codes of some weights from the forward.
+    """Let the backward take the codes of weights from the forward.
 
     before    forward                       backward
                   q = quantize(w, ...)          w = placeholder

@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from q2compile.passes.live_bytes import Storage, storages
+from q2compile.passes.memory import Storage, storages
 from q2compile.runtime_kernels.ops.fusing import MAY_FUSE, PAIR, READS_THE_SAME, is_view_or_cast
 from q2compile.runtime_kernels.ops.table import QuantizerCall, quantizer_of, quantizers
 
@@ -40,19 +39,21 @@ def fuse_rotations_pass(graph: fx.Graph) -> int:
     Exact: nothing is computed otherwise.
     """
     notes: list[str] = []
-    found = [node for node, call in quantizers(graph) if _may_fuse(call)]
-    sources = [_made_from(node) for node in found]
-    near = _with_a_source_in_common(sources)
-    for node, own, others in zip(found, sources, near, strict=True):
-        node.meta[MAY_FUSE] = notes
-        node.meta[READS_THE_SAME] = any(mostly_in(own, sources[other]) for other in others)
-    for i, first in enumerate(found):
-        for j in (other for other in near[i] if other > i):
-            second = found[j]
+    found = {node: _made_from(node) for node, call in quantizers(graph) if _may_fuse(call)}
+    readers: defaultdict[Storage, list[fx.Node]] = defaultdict(list)
+    for node, own in found.items():
+        for storage in own:
+            readers[storage].append(node)
+    for i, (first, own) in enumerate(found.items()):
+        # Only those with a tensor in common are compared: in a deep model few of many.
+        others = sorted({node for storage in own for node in readers[storage]} - {first})
+        first.meta[MAY_FUSE] = notes
+        first.meta[READS_THE_SAME] = any(mostly_in(own, found[other]) for other in others)
+        for second in (other for other in others if first < other):
             if PAIR in first.meta or PAIR in second.meta or not _are_alike(first, second):
                 continue
-            share_inputs = mostly_in(sources[i], sources[j]) and mostly_in(sources[j], sources[i])
-            if share_inputs and _moved_ahead(second, first):
+            same = mostly_in(own, found[second]) and mostly_in(found[second], own)
+            if same and _moved_ahead(second, first):
                 first.meta[PAIR] = second.meta[PAIR] = i
     return len(found)
 
@@ -73,15 +74,15 @@ def _may_fuse(call: QuantizerCall) -> bool:
 
 
 def _are_alike(first: fx.Node, second: fx.Node) -> bool:
-    """But for their operands, which have one size and one type, their seeds and rng_offset."""
+    """Whether they differ only in their operands, of one size and type, their seeds and
+    rng_offset."""
     one, two = quantizer_of(first), quantizer_of(second)
-    if one is None or two is None or one.variant != two.variant:
+    if one is None or two is None or one.masked or one.dbias is not None:
         return False
-    if one.masked or one.dbias is not None:
-        return False
-    x, y = (call.x.meta["val"] for call in (one, two))
-    how = (one.scheme, one.transform) == (two.scheme, two.transform)
-    return how and x.dtype == y.dtype and x.shape == y.shape
+    (x, *of), (y, *same) = (
+        (call.x.meta["val"], call.variant, call.scheme, call.transform) for call in (one, two)
+    )
+    return of == same and (x.dtype, x.shape) == (y.dtype, y.shape)
 
 
 def _made_from(node: fx.Node) -> dict[Storage, int]:
@@ -101,16 +102,6 @@ def _made_from(node: fx.Node) -> dict[Storage, int]:
     return found
 
 
-def _with_a_source_in_common(sources: Sequence[dict[Storage, int]]) -> list[list[int]]:
-    """For each of these the others that may have half of it: in a deep model few of many."""
-    readers: defaultdict[Storage, set[int]] = defaultdict(set)
-    for i, own in enumerate(sources):
-        for storage in own:
-            readers[storage].add(i)
-    found = (set[int]().union(*(readers[storage] for storage in own)) for own in sources)
-    return [sorted(others - {i}) for i, others in enumerate(found)]
-
-
 def mostly_in(one: dict[Storage, int], other: dict[Storage, int]) -> bool:
     """Whether half or more of the bytes are. (Of RoPE's q and k the tables are, which are few.)"""
     common = sum(size for storage, size in one.items() if storage in other)
@@ -118,8 +109,8 @@ def mostly_in(one: dict[Storage, int], other: dict[Storage, int]) -> bool:
 
 
 def _moved_ahead(second: fx.Node, first: fx.Node) -> bool:
-    """Whether all that a quantizer reads stands before another one, or goes there: what computes
-    element by element, and picks a seed."""
+    """Moves what `second` reads before `first`, if all of it computes element by element or picks a
+    seed; otherwise returns False."""
     needed: set[fx.Node] = set()
     pending = [second]
     while pending:

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from q2compile.passes.live_bytes import SMALL
+from q2compile.passes.memory import SMALL
 from q2compile.runtime_kernels.cuda.quantize.grouping import Tail, can_share
 from q2compile.runtime_kernels.cuda.quantize.plan import tail_launch_of_scheme
 from q2compile.runtime_kernels.ops.launch_groups import adjacent_quantizers, is_between

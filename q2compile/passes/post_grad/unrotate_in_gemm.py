@@ -25,7 +25,7 @@ def unrotate_in_gemm_pass(graph: fx.Graph) -> int:
 
     A launch less, and of an element of the result the 4 bytes of writing and reading y. By data
     sheet those take longer than what the epilogue computes more, on 10.x and on 12.x
-    (examples/benchmarks/KERNEL_LOG.md, "The rotation back in the epilogue").
+    (examples/benchmarks/KERNEL_LOG.md, "Launches and GEMMs").
 
     Preconditions: nothing else reads y, which has no bias; Triton's kernel serves the GEMM, and the
     one with the rotation in its epilogue serves both. No other GEMM has an epilogue for it: where

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from q2compile.capture.module_tree import named_parameters
-from q2compile.config import Config
+from q2compile.config import Config, resolved_policy
 from q2compile.errors import ConfigError, shown
 from q2compile.recipes.option_types import RecipeChange, RecipeName
 from q2compile.recipes.published import RECIPES
@@ -83,7 +83,7 @@ def compare(
         if optimizer is not None:
             comparison.losses = {
                 name: runs.train(batches, run, optimizer)
-                for name, run in (("bf16", _BF16), (config.resolved_policy.default.name, Run()))
+                for name, run in (("bf16", _BF16), (resolved_policy(config).default.name, Run()))
             }
     return comparison
 
@@ -106,7 +106,7 @@ class _Runs:
             p.grad = None
 
     def compare(self, batches: list[Any], config: Config, alone: bool) -> Comparison:
-        name = config.resolved_policy.default.name
+        name = resolved_policy(config).default.name
         comparison = Comparison(name, config.recipe, config.policy, losses={"bf16": [], name: []})
         own: dict[str, list[float]] = {}  # parameter -> relative errors under the whole recipe
         for i, batch in enumerate(batches):
@@ -140,7 +140,7 @@ class _Runs:
         def effect(run: Run) -> float:
             return _relative(self._gradients(batch, run)[1], exact)
 
-        is_fp8 = self._probes.config.resolved_policy.default.texts() == RECIPES["fp8"].texts()
+        is_fp8 = resolved_policy(self._probes.config).default.texts() == RECIPES["fp8"].texts()
         kinds = [] if is_fp8 else kinds_of(modules)
         effects = [(kind, effect(Run(modules=kind, in_fp8=True))) for kind in kinds]
         in_fp8 = {name: of / len(kind) ** 0.5 for kind, of in effects for name in kind}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from q2compile.config import Config
+from q2compile.config import Config, resolved_policy
 from q2compile.errors import BackendError, ConfigError
 from q2compile.tools.batches import all_batches
 from q2compile.tools.export.names import is_hugging_face
@@ -45,7 +45,7 @@ def traced(
     if calibrates or example_inputs is not None:
         return trace(model, config, batches, autocast, activations=calibrates)
     made_up = _made_up(model)
-    policy = config.resolved_policy
+    policy = resolved_policy(config)
     if any(rule.recipe.auto for rule in policy.rules):
         raise ConfigError(
             "export: 'auto' in the policy decides by the sizes of a training batch, which are not "

@@ -11,7 +11,7 @@ from torch import nn
 
 from q2compile.backend import quartet2
 from q2compile.capture.module_names import expected_sites, loose_weights, plain_name
-from q2compile.config import Config, is_config_file_named
+from q2compile.config import Config, is_config_file_named, resolved_policy
 from q2compile.errors import ConfigError
 from q2compile.recipes.policy import over_layers
 from q2compile.report.compiled_options import options_of
@@ -27,7 +27,7 @@ def options_of_training(model: nn.Module, given: Mapping[str, Any] | Config | No
         return _of_weights(Config.from_options(given))
     known = options_of(model)
     found = _of_compiled_modules(model) or [config for config, _ in known]
-    found = list({config.resolved_policy: config for config in found}.values())
+    found = list({resolved_policy(config): config for config in found}.values())
     if len(found) > 1:
         raise ConfigError(
             f"export: the model or its parts were compiled with {len(found)} different options; "
@@ -43,7 +43,7 @@ def options_of_training(model: nn.Module, given: Mapping[str, Any] | Config | No
 
 def _check_names(places: set[str], config: Config) -> None:
     """Raises ConfigError if the policy knows the model's layers by longer names than here."""
-    if places and "" not in places and config.resolved_policy.rules:
+    if places and "" not in places and resolved_policy(config).rules:
         raise ConfigError(
             f"export: in the training the names of this model's layers began with {min(places)!r}, "
             "because a larger module or a function of several models ran it, and the policy goes "

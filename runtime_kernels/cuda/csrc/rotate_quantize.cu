@@ -343,12 +343,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
     if (more && !kPacked && kStages == 2)
       fetch_elements(p, next, rows_now(p, next, iteration + 1), shared_tiles + stage * kStageBytes,
                      places);
-#if Q2_PROLOGUE
-    if (kPrefetched && index + 2 * step < p.tiles) {
-      Tile later = walk.after(next);
-      prefetch_elements(p, later, rows_now(p, later, iteration + 2));
-    }
-#endif
     const Rows held = rows_now(p, tile, iteration);
     // One body for both operands: twice as much code would not fit into the instruction cache.
 #pragma unroll 1

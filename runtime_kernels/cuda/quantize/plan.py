@@ -77,14 +77,6 @@ class Groups(NamedTuple):
     total: int
 
 
-class BoundPrologue(NamedTuple):
-    """The expression that computes x, and the fields of its parameter struct, which are inputs and
-    sizes."""
-
-    expression: PrologueExpression
-    fields: tuple[Address, ...]
-
-
 class Dbias(NamedTuple):
     """The sums of the columns of x: their number among the tensors of the call, and their dtype."""
 
@@ -206,7 +198,7 @@ def quantizer_plan(
     amax: Address = 0,
     vectors: bool = True,
     groups: Groups | None = None,
-    prologue: BoundPrologue | None = None,
+    prologue: PrologueExpression | None = None,
     dbias: Dbias | None = None,
     rotates_rows: bool = True,
 ) -> LaunchPlan:
@@ -219,7 +211,7 @@ def quantizer_plan(
     x: x or its codes, its scales, its global scale.
     amax: the largest |x|, if the caller gives it and the scheme takes it.
     groups: of rows, which are quantized separately columnwise.
-    prologue: x is computed in the kernel, and `x` is empty.
+    prologue: computes x in the kernel, from the first inputs of the call; `x` is empty.
     dbias: the columns of x are summed, too.
     rotates_rows: if not, the transform is of the columnwise operand alone.
     """
@@ -244,7 +236,7 @@ def quantizer_plan(
     fields = _Fields(index, spec, rule, parts, results, workspace, amax, rotation.signs == "fixed")
     sums, more = _sums(dbias, workspace + fields.workspace_bytes, tiles, across, k, threads // 2)
     walk = (*extents, tiles, across, norm, *fields.mask, *(each.partials for each in sums))
-    walk += (*(groups or ()), *(prologue.fields if prologue else ()))
+    walk += (*(groups or ()), *map(BufferSlot, range(len(prologue.inputs) if prologue else 0)))
     launched = launches(
         source,
         spec,
@@ -254,7 +246,7 @@ def quantizer_plan(
         vectors=vectors,
         amax_known=bool(amax),
         grouped=groups is not None,
-        prologue=prologue and prologue.expression,
+        prologue=prologue,
         dbias=bool(sums),
         rotates_rows=rotates_rows,
     )

@@ -15,9 +15,9 @@ matrix's dtype.
     ("round", step, type)               to "bfloat16" or "float16" and back to float
     (name, step, ...)                   arithmetic: OPERATIONS
 
-An index is a text of +, *, floordiv(a, b), mod(a, b), r, c and the names of sizes. Threads work on
-pieces of a row: 16 bytes of the matrix, from a column that is a multiple of their length. `how`
-says what an index does within a piece:
+An index is a text of +, *, floordiv(a, b), mod(a, b), r, c and numbers. Threads work on pieces
+of a row: 16 bytes of the matrix, from a column that is a multiple of their length. `how` says what
+an index does within a piece:
 
     "lanes"   it counts up with c, from a multiple of the length: loads of 16 bytes
     "one"     it is the same for the whole piece
@@ -132,21 +132,30 @@ def kind_of(step: Step, kinds: Sequence[str], inputs: Sequence[torch.dtype]) -> 
     return OPERATIONS[name].kind or kinds[args[-1]]
 
 
+def uniform_steps(steps: Sequence[Step]) -> list[bool]:
+    """Which steps are uniform within a piece."""
+    uniform: list[bool] = []
+    for step in steps:
+        if step[0] in ("load", "index"):
+            uniform.append("lanes" not in step[2:])
+        else:
+            uniform.append(all(uniform[arg] for arg in arguments_of(step)))
+    return uniform
+
+
 @dataclass(frozen=True)
 class PrologueExpression:
     """dtype: of the matrices.
-    rows, cols: their size; rows as a text of sizes.
+    rows, cols: their size.
     inputs: their dtypes.
-    sizes: names that indices and rows may contain.
     wide: an index may be 2^31 or more.
     results: the step of each matrix, one or two.
     """
 
     dtype: torch.dtype
-    rows: str
+    rows: int
     cols: int
     inputs: tuple[torch.dtype, ...]
-    sizes: tuple[str, ...]
     wide: bool
     steps: tuple[Step, ...]
     results: tuple[int, ...]
@@ -156,63 +165,47 @@ class PrologueExpression:
         """Elements of the matrix in 16 bytes."""
         return 16 // self.dtype.itemsize
 
-    @functools.cached_property
-    def kinds(self) -> tuple[str, ...]:
-        """The kind of each step."""
-        kinds: list[str] = []
-        for step in self.steps:
-            kinds.append(kind_of(step, kinds, self.inputs))
-        return tuple(kinds)
-
-    def height(self, sizes: Sequence[int]) -> int:
-        """Rows, for these sizes."""
-        return int(self.value_of(self.rows, dict(zip(self.sizes, sizes, strict=True))))
-
-    def evaluate(
-        self, inputs: Sequence[torch.Tensor], sizes: Sequence[int] = ()
-    ) -> list[torch.Tensor]:
+    def evaluate(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The matrices that are quantized, computed by torch. inputs: tensors, whose first element
         has index 0."""
-        names = dict(zip(self.sizes, sizes, strict=True))
-        device = inputs[0].device
-        height = self.height(sizes)
-        c = torch.arange(self.cols, device=device).expand(height, -1)
-        at = {**names, "c": c, "r": torch.arange(height, device=device)[:, None].expand_as(c)}
+        size, device = (self.rows, self.cols), inputs[0].device
+        c = torch.arange(self.cols, device=device).expand(size)
+        r = torch.arange(self.rows, device=device)[:, None].expand(size)
+
+        def index(text: str, c: torch.Tensor = c) -> torch.Tensor:
+            return torch.as_tensor(index_value(text, r, c), device=device).expand(size)
+
         values: list[torch.Tensor] = []
         for name, *args in self.steps:
             if name == "load":
-                values.append(self._loaded(inputs[args[0]], args, at, values))
+                source, text, _, mask = args
+                there = torch.tensor(True, device=device) if mask < 0 else values[mask]
+                at = torch.where(there, index(text), 0)
+                extent = int(at.max()) + 1 if at.numel() else 0
+                value = inputs[source].as_strided((extent,), (1,))[at]
+                value = value.to(KINDS[KIND_OF[value.dtype]]).masked_fill(~there, 0)
             elif name == "index":
-                first = {"c": c - c % self.piece} if args[1] == "first" else {}
-                index = self.value_of(args[0], {**at, **first})
-                values.append(torch.as_tensor(index, device=device).expand_as(c))
+                value = index(args[0], c - c % self.piece if args[1] == "first" else c)
             elif name == "constant":
                 constant = float.fromhex(args[0]) if args[1] == "float" else int(args[0])
-                values.append(torch.full((), constant, dtype=KINDS[args[1]], device=device))
+                value = torch.full((), constant, dtype=KINDS[args[1]], device=device)
             elif name == "cast":
-                values.append(values[args[0]].to(KINDS[args[1]]))
+                value = values[args[0]].to(KINDS[args[1]])
             elif name == "round":
-                values.append(values[args[0]].to(getattr(torch, args[1])).float())
+                value = values[args[0]].to(getattr(torch, args[1])).float()
             else:
                 value = OPERATIONS[name].torch(*(values[arg] for arg in args))
-                values.append(value.float() if value.is_floating_point() else value)
+                value = value.float() if value.is_floating_point() else value
+            values.append(value)
         made = (values[step].to(self.dtype) for step in self.results)
-        return [matrix.expand(height, self.cols).contiguous() for matrix in made]
+        return [matrix.expand(size).contiguous() for matrix in made]
 
-    def _loaded(self, x: torch.Tensor, args: Sequence[Any], at: dict, values: list) -> torch.Tensor:
-        _, index, _, mask = args
-        index = torch.as_tensor(self.value_of(index, at), device=x.device).expand_as(at["c"])
-        if mask >= 0:
-            index = torch.where(values[mask], index, 0)
-        extent = int(index.max()) + 1 if index.numel() else 0
-        found = x.as_strided((extent,), (1,))[index].to(KINDS[KIND_OF[x.dtype]])
-        return found if mask < 0 else torch.where(values[mask], found, found.new_zeros(()))
 
-    @staticmethod
-    def value_of(text: str, names: dict[str, Any]) -> Any:
-        """The value of an index, or of `rows`: for ints an int, for tensors a tensor."""
-        # With builtins: torch may import a module in the first division.
-        return eval(_code(text), {"floordiv": operator.floordiv, "mod": operator.mod}, names)
+def index_value(text: str, r: Any, c: Any) -> Any:
+    """The value of an index: for ints an int, for tensors a tensor or an int."""
+    # With builtins: torch may import a module in the first division.
+    names = {"floordiv": operator.floordiv, "mod": operator.mod}
+    return eval(_code(text), names, {"r": r, "c": c})
 
 
 @functools.lru_cache(maxsize=1024)

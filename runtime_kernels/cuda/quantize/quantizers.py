@@ -9,7 +9,7 @@
   given scales is rounded once it is there.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -164,8 +164,8 @@ def _layouts_of_ends(call: QuantizerCall) -> dict[int, OperandLayout]:
 def quantize(*args: Any) -> LaunchPlan:
     """See ops/quantize.py."""
     call = quantize_op.checked_quantize(QuantizerCall.of(QUANTIZE, args))
-    x, slots, inputs = call.x, _slots(call), len(tensors_of(args))
-    rowwise, columnwise = _operands(call, slots, inputs)
+    x, slots, inputs = call.x, tensor_slots(call), len(tensors_of(args))
+    rowwise, columnwise = operand_slots(call, 0, inputs)
     dbias = None
     if call.dbias is not None:
         dbias = Dbias(inputs + call.outputs.index("dbias"), call.dbias)
@@ -189,20 +189,19 @@ def quantize(*args: Any) -> LaunchPlan:
     )
 
 
-def _slots(call: QuantizerCall) -> dict[str, BufferSlot]:
-    """The slots of a call's arguments that are tensors."""
+def tensor_slots(call: QuantizerCall, first: int = 0) -> dict[str, BufferSlot]:
+    """The slots of a call's arguments that are tensors. first: that of the first one."""
     tensors = [name for name, arg in call.args.items() if isinstance(arg, torch.Tensor)]
-    return {name: BufferSlot(i) for i, name in enumerate(tensors)}
+    return {name: BufferSlot(i) for i, name in enumerate(tensors, first)}
 
 
-def _operands(
-    call: QuantizerCall, slots: dict[str, BufferSlot], inputs: int
-) -> Sequence[OperandSlots | None]:
-    """Rowwise, columnwise. inputs: how many tensors come before the outputs."""
+def operand_slots(call: QuantizerCall, first: int, output: int) -> list[OperandSlots | None]:
+    """Rowwise, columnwise. first, output: the numbers of the first input and output of the call."""
     found: list[OperandSlots | None] = [None, None]
+    slots = tensor_slots(call, first)
     for operand in call.operands:
         seed = slots.get(operand.seed_name, 0)
-        made = OperandSlots(seed, call.args["rng_offset"], inputs + operand.first)
+        made = OperandSlots(seed, call.args["rng_offset"], output + operand.first)
         found[operand.columnwise] = made
     return found
 
@@ -262,7 +261,7 @@ def requantize(*args: Any) -> LaunchPlan:
     call = requantize_op.checked_requantize(QuantizerCall.of(REQUANTIZE, args))
     source, x = call.source_scheme, call.x
     assert source is not None
-    slots, inputs = _slots(call), len(tensors_of(args))
+    slots, inputs = tensor_slots(call), len(tensors_of(args))
     if call.by_scales:
         extents = (x.stride(0), *x.shape, ceil_div(x.shape[1], source.width), 0)
     else:
@@ -275,7 +274,7 @@ def requantize(*args: Any) -> LaunchPlan:
         call.scheme,
         call.transform,
         extents,
-        _operands(call, slots, inputs),
+        operand_slots(call, 0, inputs),
         inputs,
         x=(BufferSlot(0), BufferSlot(1), BufferSlot(2)),
         vectors=aligned(x) and x.shape[1] % 8 == 0 if call.by_scales else True,

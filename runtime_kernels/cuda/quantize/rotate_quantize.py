@@ -11,7 +11,7 @@ from q2compile.runtime_kernels.cuda.jit.launch import Launch, launch
 from q2compile.runtime_kernels.cuda.jit.limits import SHARED_KIB
 from q2compile.runtime_kernels.cuda.quantize.prologue_expression import PrologueExpression
 from q2compile.runtime_kernels.cuda.quantize.prologue_source import FILE, cuda_source, layout
-from q2compile.runtime_kernels.cuda.quantize.rule import SCALED_AT_ONCE, ScaleRule
+from q2compile.runtime_kernels.cuda.quantize.rule import ROUNDINGS, SCALED_AT_ONCE, ScaleRule
 from q2compile.runtime_kernels.numerics.groups import spreads
 from q2compile.runtime_kernels.numerics.schemes import E2M1_MAX, SWIZZLED, Scheme, get_scheme
 from q2compile.runtime_kernels.numerics.transforms import Transform, get_transform
@@ -48,6 +48,8 @@ def not_served(
     spec = get_scheme(scheme)
     if spec.is_tensorwise:
         return f"rotate_quantize.cu rounds to e2m1, scheme {scheme} to e4m3"
+    if spec.rounding not in ROUNDINGS:
+        return f"rotate_quantize.cu does not round by {spec.rounding!r}, as scheme {scheme} does"
     if spec.dequantized and spec.masked:
         return f"dequantized.cuh writes no trust mask, which {scheme} has"
     if not rotates_rows and (spec.rounding == "ms_eden" or get_transform(transform).size == TILE):

@@ -5,6 +5,8 @@ from enum import IntEnum
 
 from q2compile.runtime_kernels.numerics.schemes import Scheme
 
+ROUNDINGS = ("rtn", "sr", "ms_eden", "quest")  # of schemes that it implements
+
 
 class ScaleRule(IntEnum):
     """Q2_RULE of rotate_quantize.cu."""

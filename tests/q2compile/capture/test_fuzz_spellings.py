@@ -11,7 +11,7 @@ from torch import fx, nn
 from q2compile.capture import spellings
 from q2compile.capture.find_matmuls import UNREAD
 from q2compile.capture.module_names import Names
-from q2compile.config import Config
+from q2compile.config import Config, resolved_policy
 from q2compile.errors import NotTakenError
 from q2compile.report.model_coverage import Coverage
 from q2compile.rewrite.rewrite_graph import rewrite
@@ -288,4 +288,4 @@ def test_did_you_mean_names_patterns_that_match(key, pattern, nearest):
     model.layer.register_parameter(key, nn.Parameter(torch.randn(32, 32)))
     coverage = Coverage(model, Config(policy={pattern: "bf16"}))
     assert coverage.notes()[0].endswith(f"(did you mean {nearest!r}?)")
-    assert Config(policy={nearest: "bf16"}).resolved_policy.unmatched([f"layer.{key}"]) == []
+    assert resolved_policy(Config(policy={nearest: "bf16"})).unmatched([f"layer.{key}"]) == []

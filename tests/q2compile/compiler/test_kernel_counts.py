@@ -8,14 +8,13 @@ kernel where it fuses with the producer of x, and a call of our kernel elsewhere
 q2.gemm launches before the product have the name of their .cu file.
 
 That losses and gradients keep their bits is shown elsewhere: of share_operands, merge_seeds and
-pair_directions in test_passes.py, of part_directions in test_part_directions.py, of keep_packed and
-recompute_weights in test_joint_passes.py, of the two for swizzled scales in test_swizzle_scales.py,
-of gather_codes in test_gather_codes.py, of dequantize_operands in test_dequantize_operands.py, of
-sum_columns, all bits but those of the order of a sum, in test_sum_columns.py, of cache_weights in
-test_weight_cache.py. share_rotations and share_saved_rotations draw other random bits:
-test_share_rotations.py. gather_quantizers only moves calls: test_gather_quantizers.py;
-group_launches only marks them: test_group_launches.py. tests/lowering/test_launch_counts.py counts
-the launches that both save.
+pair_directions in test_passes.py, of keep_packed and recompute_weights in test_joint_passes.py, of
+the two for swizzled scales in test_swizzle_scales.py, of gather_codes in test_gather_codes.py, of
+dequantize_operands in test_dequantize_operands.py, of sum_columns, all bits but those of the order
+of a sum, in test_sum_columns.py, of cache_weights in test_weight_cache.py. share_rotations and
+share_saved_rotations draw other random bits: test_share_rotations.py. gather_quantizers only moves
+calls: test_gather_quantizers.py; group_launches only marks them: test_group_launches.py.
+tests/lowering/test_launch_counts.py counts the launches that both save.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from expecttest import TestCase
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from q2compile.passes import live_bytes, passes_over
+from q2compile.passes import passes_over
 from q2compile.runtime_kernels.cuda.calls import Launching
 from q2compile.runtime_kernels.cuda.gemm.cuda_bf16 import dequantized
 from q2compile.runtime_kernels.cuda.gemm.swizzle import swizzled
@@ -121,8 +120,7 @@ class Row:
     """A pass, a program that it changes, and the backend's options without the pass and with it.
     where: post-grad, joint, or option. cse: whether AOTAutograd merges equal nodes before the
     partitioner. Since torch 2.15 it does not merge nodes of which the backward needs only one, so
-    counts for passes over equal operands must not depend on it. small: bytes of memory below which
-    a kernel does not pay."""
+    counts for passes over equal operands must not depend on it."""
 
     where: str
     name: str
@@ -132,7 +130,6 @@ class Row:
     training: bool = True
     capability: int = HOPPER
     cse: bool = True
-    small: int = live_bytes.SMALL
 
 
 def _pass(name: str, recipe: str = "quartet2", **program: Any) -> Row:
@@ -170,7 +167,6 @@ ROWS = [
     _pass("swizzle_scales", capability=BLACKWELL),
     _pass("dequantize_operands"),
     _pass("unrotate_in_gemm", "quartet", capability=BLACKWELL),
-    _pass("part_directions", small=0),
     _pass("sum_columns", model=Biased),
     _joint_pass("share_operands", "nvfp4", cse=False),
     _joint_pass("gather_codes", "quartet2", model=Routed),
@@ -258,7 +254,6 @@ def graphs_of(
     training: bool,
     capability: int,
     cse: bool,
-    small: int,
 ) -> Graphs:
     """The calls of each graph: forward, backward, and graphs that only quantize weights."""
     with (
@@ -268,7 +263,6 @@ def graphs_of(
     ):
         sources = emulate(patch, capability)
         serve_as_on(patch, capability)
-        patch.setattr(live_bytes, "SMALL", small)
         torch._dynamo.reset()
         x = torch.zeros(2, WIDTH, WIDTH, dtype=torch.bfloat16)
         step = torch.compile(model(), backend="quartet2", options=dict(options))
@@ -295,7 +289,7 @@ def line(before: Counter[str], after: Counter[str]) -> str:
 def table(*where: str) -> str:
     lines = []
     for row in (row for row in ROWS if row.where in where):
-        program = (row.model, row.training, row.capability, row.cse, row.small)
+        program = (row.model, row.training, row.capability, row.cse)
         before, after = (graphs_of(tuple(o.items()), *program) for o in (row.without, row.with_))
         lines += ["", f"{row.name} ({row.where})"]
         for graph in after:
@@ -347,10 +341,6 @@ unrotate_in_gemm (post-grad)
   forward   inputs 4, q2.gemm 3, q2.quantize 5, triton 2
   backward  q2.gemm 5 -> 0, q2.gemm_masked_unrotate 0 -> 5, q2.masked_unrotate 5 -> 0,
             aten.randint 1, inputs 19, q2.quantize 3, q2.requantize 4, triton 2
-
-part_directions (post-grad)
-  forward   inputs 4, mm 3, q2.dequantize 5, q2.quantize 4, q2.split_scales 1, triton 2
-  backward  aten.randint 1, inputs 15, mm 5, q2.quantize 3, q2.requantize 4, triton 2
 
 sum_columns (post-grad)
   forward   addmm 2, inputs 5, q2.dequantize 4, q2.quantize 3, q2.split_scales 1, triton 1

@@ -24,6 +24,7 @@ from q2compile.runtime_kernels.cuda.checked_cases import CheckKey
 from q2compile.runtime_kernels.cuda.jit import launch, nvrtc
 from q2compile.runtime_kernels.cuda.quantize import fused, quantizers
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
+from q2compile.runtime_kernels.ops.requantize import rounds_by_scales
 from q2compile.runtime_kernels.ops.table import QuantizerVariant
 from q2compile.runtime_kernels.registry import CPP, CUDA
 from tests.support.emulation.inductor import INDUCTOR_OPTIONS, emulate, serve_as_on
@@ -65,10 +66,12 @@ def test_those_are_begun_that_are_asked_for(monkeypatch, recipe, capability):
     foreseen = set(checked_calls(resolve(recipe), codes=capability == 100))
     found = asked(monkeypatch, recipe, capability)
     assert found <= foreseen
+    fprop, dgrad = resolve(recipe).fprop, resolve(recipe).dgrad
+    weight = get_scheme(fprop.b.scheme) if fprop else None
     # A large weight in square blocks, or in fp8, is not dequantized.
-    plain = recipe in ("nvfp4", "mxfp4_2d", "fp8", "quartet2_fp8")
-    large = {checked_cases.ROWWISE} if capability == 90 and not plain else set()
-    if recipe in ("quartet2", "quartet2_search", "tetrajet2"):
+    dequantized = capability == 90 and not weight.is_transposable
+    large = {checked_cases.ROWWISE} if dequantized else set()
+    if weight and dgrad.b.requantized and rounds_by_scales(weight):
         large |= {checked_cases.REQUANTIZED._replace(by_scales=True)}
     assert {op for op, _ in foreseen - found} == ({"split_scales"} if recipe == "nvfp4" else large)
 

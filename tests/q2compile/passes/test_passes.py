@@ -206,6 +206,38 @@ def test_what_is_no_pair(changed):
     assert pair_directions_pass(gm.graph) == 0 and readable(gm) == before
 
 
+def two_gradients(saved_rows):
+    """Rowwise and columnwise quantizations of two gradients [32, 64], 4 KiB each, in a backward
+    that also reads a saved tensor."""
+    b = Builder()
+    b.placeholder("saved", saved_rows, 64)
+    results = []
+    for i in range(2):
+        dy = b.placeholder(f"tangents_{i}", 32, 64)
+        seeds = [b.call(q2.seed.default, dy, 2 * i + direction) for direction in range(2)]
+        for columnwise, seed in enumerate(seeds):
+            results += b.outputs(b.call(calls.one(dy, seed, EDEN, "rht128", bool(columnwise), 0)))
+    return b.done(*results)
+
+
+@pytest.mark.parametrize(
+    ("small", "saved_rows", "pairs"),
+    [
+        (0, 32, 1),  # 4 KiB of 12 are more than 2%
+        (0, 4096, 2),  # of 520 KiB they are not
+        (4096, 32, 2),
+        (4095, 32, 1),
+    ],
+)
+def test_a_large_first_gradient_is_no_pair(monkeypatch, small, saved_rows, pairs):
+    """At the start of the backward all activations are alive; both operands would be, too."""
+    monkeypatch.setattr(pair_directions, "SMALL", small)
+    gm = two_gradients(saved_rows)
+    assert pair_directions_pass(gm.graph) == pairs
+    assert len(calls.nodes(gm.graph, rowwise=True, columnwise=True)) == pairs
+    gm.graph.lint()
+
+
 def columns_rotated(shape=(32, 64), **changed):
     """The quantizations of one matrix in recipe nvfp4: for a GEMM of its own, and rotated for
     wgrad."""
@@ -288,7 +320,7 @@ def test_a_pass_is_left_out_by_name():
     gm = backward_graph()
     manager = PostGradPasses(Config(disable_passes=["merge_seeds"]))
     manager(gm.graph)
-    assert [r.note for r in manager.records] == ["", "", "", "", "disabled"] + 11 * [""]
+    assert [r.note for r in manager.records] == ["", "", "", "", "disabled"] + 10 * [""]
     assert len(gm.graph.find_nodes(op="call_function", target=q2.seed.default)) == 2
 
 
@@ -309,7 +341,7 @@ def test_uuid_follows_sources_and_options(monkeypatch):
     first = ["gather_scattered", "gather_codes", "share_operands", "quantize_shards"]
     first += ["merge_seeds", "pair_directions", "share_rotations"]
     forms = ["swizzle_scales", "dequantize_operands", "unrotate_in_gemm"]
-    last = ["part_directions", "sum_columns", "gather_quantizers", "concatenate_last", "tabulate"]
+    last = ["sum_columns", "gather_quantizers", "concatenate_last", "tabulate"]
     assert [row.name for row in passes_over("post_grad")] == [
         *first,
         *forms,

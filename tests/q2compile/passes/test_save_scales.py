@@ -12,7 +12,7 @@ import torch._inductor.config as inductor_config
 from torch import nn
 
 import q2compile
-from q2compile.passes import live_bytes
+from q2compile.passes.joint import saved_weights
 from q2compile.torch_internals.partitioner import PARTITIONER_SLOT, MinCut
 from tests.support import quantizer_calls as calls
 
@@ -23,7 +23,7 @@ WIDTH, TOKENS = 256, 256
 def no_memory_is_too_small(monkeypatch):
     """At these sizes the codes of weights are above 2% of the peak, and the scales are not."""
     torch._dynamo.reset()
-    monkeypatch.setattr(live_bytes, "SMALL", 0)
+    monkeypatch.setattr(saved_weights, "SMALL", 0)
 
 
 class Stack(nn.Module):
@@ -85,17 +85,16 @@ def test_the_same_bits_as_from_codes(inner):
 
 
 def test_scales_are_saved_and_codes_are_not():
-    """For the first two weights. The codes of the last one are saved, since they don't raise the
-    peak. The three activations are as large as the weights and are saved with codes and scales."""
+    """The three activations are as large as the weights, and are saved with codes and scales."""
     _, auto = step()
     for graph in auto.cut:
         graph.lint()
     backward = ops(auto.cut[1])
     by_scales = len(calls.nodes(auto.cut[1], by_scales=True))
-    assert by_scales == 2 and calls.nodes(auto.cut[1], columnwise=False, rotated=False) == []
-    assert backward["requantize"] - by_scales == 4  # three activations, the last weight
+    assert by_scales == 3 and calls.nodes(auto.cut[1], columnwise=False, rotated=False) == []
+    assert backward["requantize"] - by_scales == 3  # of activations
     kept = saved(auto)
-    assert kept[torch.uint8, CODES] == 3 + 1
+    assert kept[torch.uint8, CODES] == 3
     assert kept[E4M3, SCALES] == 3 + 3 and kept[torch.float32, 1] == 3 + 3
 
 
@@ -136,7 +135,5 @@ def test_where_scales_are_not_enough(options, tmp_path, monkeypatch):
 def test_the_report_says_so():
     x = torch.randn(TOKENS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
     report = q2compile.explain(Stack(), x, options={"inner": "eager"})
-    first, second, third = (row.weight for row in report.rows)
-    assert first.startswith("recomputed: ") and first.endswith("; their scales are saved")
-    assert first == second
-    assert third.startswith("saved: ")
+    (text,) = {row.weight for row in report.rows}
+    assert text.startswith("recomputed: ") and text.endswith("; their scales are saved")

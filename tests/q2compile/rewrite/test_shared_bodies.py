@@ -9,7 +9,7 @@ from torch import fx, nn
 
 from q2compile import explain
 from q2compile.capture.module_names import Names
-from q2compile.config import Config
+from q2compile.config import Config, resolved_policy
 from q2compile.failures.stage_error import FaultWarning
 from q2compile.rewrite.rewrite_graph import rewrite
 from q2compile.torch_internals.dynamo import called_graphs
@@ -106,7 +106,7 @@ def test_calls_that_differ_have_bodies_of_their_own():
 @pytest.mark.parametrize("policy", [{}, {"*.1.up": "bf16", "layers.2.*": "nvfp4"}])
 def test_each_call_has_its_row_and_its_recipe(policy):
     report = explain(Stack(), batch(), options={**EAGER, "policy": policy, "strict": True})
-    resolved = Config(policy=policy).resolved_policy
+    resolved = resolved_policy(Config(policy=policy))
     assert [row.module for row in report.rows] == [f"layers.{i}.up" for i in range(4)]
     for row in report.rows:
         recipe, _ = resolved.resolve(row.module)

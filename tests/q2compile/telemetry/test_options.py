@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from q2compile import Config
-from q2compile.config import CONFIG_FILE_VARIABLE
+from q2compile.config import CONFIG_FILE_VARIABLE, telemetry_options
 from q2compile.telemetry.options import TelemetryOptions
 
 
@@ -36,10 +36,10 @@ def test_refused_by_name(given, said):
 
 
 def test_taken():
-    assert Config().telemetry_options is None
-    assert Config(telemetry={}).telemetry_options == TelemetryOptions()
+    assert telemetry_options(Config()) is None
+    assert telemetry_options(Config(telemetry={})) == TelemetryOptions()
     options = Config(telemetry={"modules": ["*.down", "re:head"], "to": Path("a")})
-    found = options.telemetry_options
+    found = telemetry_options(options)
     assert found == TelemetryOptions(modules=("*.down", "re:head"), to="a")
     assert found.wants("layers.0.down") and found.wants("head") and not found.wants("up")
 
@@ -48,5 +48,5 @@ def test_from_a_file(tmp_path, monkeypatch):
     path = tmp_path / "q2.toml"
     path.write_text('[telemetry]\nevery = 10\nmodules = "*.down"\nto = "records"\n')
     monkeypatch.setenv(CONFIG_FILE_VARIABLE, str(path))
-    options = Config.from_options().telemetry_options
+    options = telemetry_options(Config.from_options())
     assert options == TelemetryOptions(10, ("*.down",), "records")

@@ -10,7 +10,7 @@ import pytest
 from torch import fx, nn
 
 from q2compile.compiler import compile_graph as module
-from q2compile.config import Config
+from q2compile.config import Config, uses_cuda_graphs
 from q2compile.weight_cache.gathered_inputs import GatheredInputs
 
 
@@ -44,7 +44,7 @@ def test_a_graph_that_takes_codes_has_no_cuda_graph(monkeypatch, mode, options, 
     graph = fx.Graph()
     graph.output(())
     config = Config.from_options(options, mode)
-    assert config.uses_cuda_graphs
+    assert uses_cuda_graphs(config)
     gm = fx.GraphModule(nn.Module(), graph)
     module.compile_graph(gm, [], config, None, gathered=_Gathered(why))
     assert settings == [bool(why)]

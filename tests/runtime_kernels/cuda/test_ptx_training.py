@@ -58,16 +58,16 @@ class Checked:
         want = self._reference(site, given)
         ENQUEUE[CallSite](site, given)
         made = [result for result, wanted in zip(want, site.wanted, strict=True) if wanted]
-        self._compare(given[site.counts[0] :], made)
+        self._compare(given[len(site.open) :], made)
 
     def grouped(self, call: GroupedCallSite, given: Sequence[Any]) -> None:
-        first, others = call._first, call._first[-1]
-        spans = zip(call._sites, first, first[1:], strict=False)
+        first, others = call.beginnings, call.beginnings[-1]
+        spans = zip(call.sites, first, first[1:], strict=False)
         want = [self._reference(site, given[begin:end]) for site, begin, end in spans]
         ENQUEUE[GroupedCallSite](call, given)
         made = [
             result
-            for site, results in zip(call._sites, want, strict=True)
+            for site, results in zip(call.sites, want, strict=True)
             for result, wanted in zip(results, site.wanted, strict=True)
             if wanted
         ]

@@ -97,12 +97,11 @@ def run_fused(
 def made_by(prologue: PrologueExpression, given: tuple) -> list[torch.Tensor]:
     """The matrices, by the same C++ as in the kernel, which a thread writes down piece by piece."""
     inputs = given[: len(prologue.inputs)]
-    sizes = given[len(inputs) : len(inputs) + len(prologue.sizes)]
     count = len(prologue.results)
     what = ("Q2_SOURCE", SOURCES[prologue.dtype]), ("Q2_OPERANDS", count)
     defines = (*what, *nvrtc.conversions("sm_90a"))
     kernel = library(_MAIN, defines, ((FILE, cuda_source(prologue)),))
-    fields = struct.pack("@" + layout(prologue), *(t.data_ptr() for t in inputs), *sizes)
-    x = torch.empty((count, prologue.height(sizes), prologue.cols), dtype=prologue.dtype)
+    fields = struct.pack("@" + layout(prologue), *(t.data_ptr() for t in inputs))
+    x = torch.empty((count, prologue.rows, prologue.cols), dtype=prologue.dtype)
     kernel.run(fields, *x.shape[1:], ctypes.c_void_p(x.data_ptr()))
     return [*x]

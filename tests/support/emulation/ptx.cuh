@@ -229,7 +229,6 @@ Q2_INLINE void from_e2m1x8(u32 codes, u32 (&words)[4]) {
 Q2_INLINE void copy_async(void* shared, const void* global) {
   memcpy(shared, global, 16);
 }
-Q2_INLINE void prefetch(const void*) {}
 Q2_INLINE void commit_copies() {}
 Q2_INLINE void await_copies() {}
 

@@ -58,8 +58,8 @@ function recipeTints(recipes) {
   const of = new Map(KNOWN_RECIPES.map((name, i) => [name, i]));
   return recipes.map(({ name, fprop, dgrad, wgrad }) => {
     const key = of.has(name) ? name : [name, fprop, dgrad, wgrad].join();
-    if (!of.has(key)) of.set(key, next++ % SERIES);
-    return `var(--series-${of.get(key)})`;
+    if (!of.has(key)) of.set(key, next++);
+    return `var(--series-${of.get(key) % SERIES})`;
   });
 }
 

@@ -46,10 +46,3 @@ Q2_INLINE void fetch_elements(const Params& p, Tile tile, const Rows& rows, u8* 
     }
   }
 }
-
-// Has L2 fetch what a tile will be computed from (kPrefetched). A thread: 64 columns of a row.
-Q2_INLINE void prefetch_elements(const Params& p, Tile tile, const Rows& rows) {
-  constexpr int kColumns = 64, kAcross = kTileCols / kColumns;
-  int row = threadIdx.x / kAcross, col = tile.col + threadIdx.x % kAcross * kColumns;
-  if (row < rows.count && col < p.cols) prefetch_lines(p.prologue, rows.first + row, col);
-}

@@ -375,11 +375,6 @@ Q2_INLINE void copy_async(void* shared, const void* global) {
                : "memory");
 }
 
-// Has L2 fetch the 128 bytes around an address.
-Q2_INLINE void prefetch(const void* global) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
-}
-
 Q2_INLINE void commit_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from q2compile import Config
+from q2compile.config import Config, resolved_policy
 from q2compile.recipes.policy import Policy, patterns_of
 from q2compile.recipes.recipe import GEMMS
 from q2compile.report.row import Row
@@ -21,7 +21,7 @@ from q2compile.tools.page.findings import findings
 
 LAYERS = [f"layers.{i}.{name}" for i in range(2) for name in ("q", "down")]
 NAMES = [*LAYERS, "lm_head"]
-QUARTET2 = dict(zip(GEMMS, Config().resolved_policy.default.texts(), strict=True))
+QUARTET2 = dict(zip(GEMMS, resolved_policy(Config()).default.texts(), strict=True))
 
 
 def rows(slower=(), ratio=1.5, served=None, **predicted):

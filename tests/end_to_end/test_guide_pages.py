@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The guides as a whole: their index, their lists of passes and files, their drawings."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+from q2compile.passes import pass_names
+from tests.support.tracked import tracked
+
+ROOT = Path(__file__).resolve().parents[2]
+GUIDES = ROOT / "examples" / "guides"
+
+
+def test_every_guide_is_in_the_index() -> None:
+    index = (GUIDES / "README.md").read_text()
+    listed = {p.name for p in GUIDES.glob("*") if p.name != "README.md" and p.is_file()}
+    assert {name for name in listed if f"({name})" not in index} == set()
+
+
+def test_the_table_of_passes_has_all() -> None:
+    page = (GUIDES / "extend.md").read_text()
+    assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == {*pass_names()}
+
+
+def test_a_new_recipe_s_files_are_those_of_its_test() -> None:
+    """The guide names each file that test_every_list_of_recipes_has_each reads."""
+    source = (ROOT / "tests" / "q2compile" / "recipes" / "test_recipes.py").read_text()
+    test = source.split("def test_every_list_of_recipes_has_each")[1].split("\ndef ")[0]
+    read = {*re.findall(r'"([\w/]+\.(?:md|js|py))"', test)}
+    guide = (GUIDES / "extend.md").read_text().split("## A recipe\n")[1].split("\n## ")[0]
+    assert len(read) >= 4 and {name for name in read if f"`{name}`" not in guide} == set()
+
+
+def test_guides_have_no_dates_and_no_measurements() -> None:
+    """Those are on the page of measurements. A version is none."""
+    for path in sorted(GUIDES.glob("*.md")):
+        if path.name != "measured.md":
+            found = re.findall(r"20\d\d-\d\d-\d\d|\d ± \.?\d|\d GiB\b", path.read_text())
+            assert found == [], path.name
+
+
+def test_the_drawing_is_for_light_and_dark() -> None:
+    for path in GUIDES.glob("*.svg"):
+        text = path.read_text(encoding="utf-8")
+        assert "prefers-color-scheme: dark" in text
+        root = ElementTree.fromstring(text)
+        words = " ".join("".join(node.itertext()) for node in root.iter() if node.tag.endswith("t"))
+        folders = re.findall(r"\b(\w+)/", words)
+        assert folders
+        names = {part for file in tracked(ROOT) for part in file.relative_to(ROOT).parts}
+        assert set(folders) <= names
