@@ -6,13 +6,19 @@
     disabled      by the user: option disable_kernels, or Q2COMPILE_DISABLE_KERNELS
 
 "cuda" names the kernels of that name of all ops, "quantize.cuda" that of one op.
+
+KNOWN is the one memory of what passed and what was rejected; `KNOWN.forget()` empties it.
+cuda/check_results.py stores the results of checks on disk.
 """
 
 from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
+from typing import NamedTuple
+
+import torch
 
 UNSUPPORTED, REJECTED, DISABLED = "unsupported", "rejected", "disabled"
 VARIABLE = "Q2COMPILE_DISABLE_KERNELS"
@@ -55,6 +61,56 @@ def lines_of(error: BaseException) -> list[str]:
 def state_of(reason: str) -> str:
     """One of the three."""
     return getattr(reason, "state", UNSUPPORTED)
+
+
+class Result(NamedTuple):
+    """The result of a check.
+
+    reason: None if the kernel passed, otherwise why it is rejected.
+    differs: whether it is rejected because its numbers are wrong. Any other rejection may come from
+        the moment, and expires.
+    """
+
+    reason: str | None
+    seconds: float = 0.0
+    differs: bool = False
+
+
+class KnownResults:
+    """Everything that a process knows about kernels that passed or were rejected.
+
+    calls: the kind of a call -> why the kernel was rejected for it.
+    checks: a check -> its result: self-checks, on a GPU and a CPU, and first large GEMMs.
+    sources: what did not compile -> the compiler's log, which takes seconds to get.
+    warned: an op, a kernel and a device -> the first reason, of which the user was warned.
+    """
+
+    def __init__(self) -> None:
+        self.calls: dict[Hashable, Reason] = {}
+        self.checks: dict[tuple, Result] = {}
+        self.sources: dict[Hashable, str] = {}
+        self.warned: dict[tuple[str, str, torch.device], str] = {}
+
+    def forget(self) -> None:
+        """As in a new process."""
+        for memory in vars(self).values():
+            memory.clear()
+
+
+KNOWN = KnownResults()
+
+
+class LaunchError(RuntimeError):
+    """The CUDA driver or a library refused to load or to launch a kernel."""
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether an error says that memory was missing. That depends on the moment, and says nothing
+    about a kernel. torch and Triton raise errors of several classes for it."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    words = "out of memory", "allocate memory", "alloc_failed"
+    return any(each in str(error).lower() for each in words)
 
 
 class NotServedError(ValueError):

@@ -23,12 +23,14 @@ from typing import Any
 import torch
 
 from q2compile.runtime_kernels.kernel_states import (
+    KNOWN,
     UNSUPPORTED,
     DeviceLostError,
     NotServedError,
     Reason,
     disable,
     disabled_kernels,
+    lacks_memory,
     lost_text,
     named_in_environment,
     rejected,
@@ -49,6 +51,19 @@ FUSED = "fused"  # CUDA quantizers that compute their operand (prologue fusion),
 GROUPED = "grouped_launch"  # one launch for several calls, in generated code
 CUDA_BF16, TRITON_FP4, CUBLASLT_FP4 = "cuda_bf16", "triton_fp4", "cublaslt_fp4"
 SCALED_MM = "scaled_mm"  # torch's FP8 GEMM
+# The rough cost of another kernel in the place of one.
+_COSTS = {
+    CUDA: "a torch reference takes 10 to 30 times as long",
+    CPP: "a torch reference takes several times as long",
+    FUSED: "a gradient is written and read once more",
+    GROUPED: "each call is launched by itself, which takes some microseconds more",
+    INDUCTOR: "a kernel that nothing is fused with, or a torch reference that takes 10 to 30 times "
+    "as long",
+    **dict.fromkeys(
+        (CUBLASLT_FP4, TRITON_FP4),
+        "another FP4 GEMM, or one in BF16, which takes 2 to 4 times as long",
+    ),
+}
 disable(named_in_environment(), DISABLING)
 
 
@@ -92,18 +107,17 @@ class Kernel:
 
     def unavailable(self, args: Sequence) -> str | None:
         """The same for arguments on a device of the kernel's type."""
-        failure = _FAILURES.get(_kind(self, args)) if _FAILURES else None
+        failed = KNOWN.calls
+        failure = failed.get(_kind(self, args)) if failed else None
         return failure or why_disabled(self.op, self.name) or self.unsupported(*args)
 
 
 KERNELS: dict[str, list[Kernel]] = {}  # op -> its kernels, in the order in which they are tried
-_FAILURES: dict[Hashable, Reason] = {}  # kind of call -> why the kernel was rejected for it
 _REASONS: list[Callable[[], list[str]]] = []
 _EMULATED: list[Callable[[], list[str]]] = []
 _REFERENCES: dict[str, str] = {}  # op -> why its reference serves a GPU
 _AS_IT_IS = nullcontext()
 _MOST_FAILURES = 4096  # for a program whose shapes never repeat
-_WARNED: dict[tuple[str, str, torch.device], str] = {}  # what was rejected, and the first reason
 
 
 def define(schema: str, *, fake: Callable, tags: Sequence[torch.Tag] = ()) -> None:
@@ -259,7 +273,7 @@ def kernels_own(error: Exception, op: str, name: str, device: torch.device) -> b
     Raises:
         DeviceLostError: the device has failed, whichever kernel was the cause.
     """
-    if isinstance(error, torch.OutOfMemoryError | DeviceLostError):
+    if lacks_memory(error) or isinstance(error, DeviceLostError):
         return False
     if device.type != "cuda":
         return True
@@ -289,9 +303,9 @@ def _kind(kernel: Kernel, args: Sequence) -> Hashable:
 def reject(kernel: Kernel, args: Sequence, error: Exception) -> None:
     """Rejects a kernel for calls of this kind, with a warning: other kernels serve them."""
     reason = failure_text(error)
-    if len(_FAILURES) >= _MOST_FAILURES:
-        _FAILURES.clear()
-    _FAILURES[_kind(kernel, args)] = reason
+    if len(KNOWN.calls) >= _MOST_FAILURES:
+        KNOWN.calls.clear()
+    KNOWN.calls[_kind(kernel, args)] = reason
     warn_of_failure(kernel.op, kernel.name, device_of(args), reason)
 
 
@@ -302,12 +316,12 @@ def failure_text(error: Exception) -> Reason:
 
 def warn_of_failure(op: str, name: str, device: torch.device, reason: str) -> None:
     """Warns that a kernel is rejected, once for each kernel and device, and adds it to reports."""
-    if (op, name, device) not in _WARNED:
-        _WARNED[op, name, device] = reason
+    if (op, name, device) not in KNOWN.warned:
+        KNOWN.warned[op, name, device] = reason
         warnings.warn(
             f"q2compile: kernel {name!r} of q2::{op} on {device} is {reason}\n"
-            "Another runs in its place, slower. `q2compile doctor` checks all kernels of this "
-            "machine anew.",
+            f"Another runs in its place: {_COSTS.get(name, 'slower')}. "
+            "`q2compile doctor --recheck` checks rejected kernels again.",
             KernelWarning,
             stacklevel=2,
         )
@@ -317,17 +331,16 @@ def left_out() -> list[str]:
     """Kernels that were rejected in this process, or disabled, in words."""
     lines = [
         f"kernel {name!r} of q2::{op} on {device} is {' '.join(reason.split())}"
-        for (op, name, device), reason in _WARNED.items()
+        for (op, name, device), reason in KNOWN.warned.items()
     ]
     return lines + [
         f"kernel {name!r} is disabled by {who}" for name, who in disabled_kernels().items()
     ]
 
 
-def forget_failures() -> None:
-    """As in a new process: no kernel is rejected, and no reference has served a GPU."""
-    for found in (_FAILURES, _WARNED, _REFERENCES):
-        found.clear()
+def forget_references() -> None:
+    """As in a new process: no reference has served a GPU."""
+    _REFERENCES.clear()
 
 
 def kernel(

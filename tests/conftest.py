@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from q2compile.runtime_kernels import kernel_states, registry
 from q2compile.runtime_kernels.cuda import checks
 from tests.support.browser import Browser, missing
-from tests.support.new_process import forget_checks, forget_dump_folders, forget_failures
+from tests.support.new_process import forget_checks, forget_dump_folders
 
 # The same examples in every run, and no deadline: CI machines are slow and shared.
 settings.register_profile("q2compile", derandomize=True, deadline=None)
@@ -78,7 +78,6 @@ def _no_mode_outlives_its_test() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _no_kernel_left_out_outlives_its_test() -> None:
     """A disabled kernel would not run in the next test, whose reports would mention it."""
-    forget_failures()
     kernel_states.enable_all()
     forget_checks()
 

@@ -100,7 +100,7 @@ MAY_IMPORT = {
     + ["torch_internals.cpp_compiler"],
     "runtime_kernels.cuda": ["runtime_kernels.cache_folder", "runtime_kernels.kernel_states"]
     + ["runtime_kernels.numerics", "runtime_kernels.ops", "runtime_kernels.registry"],
-    "runtime_kernels.cuda.jit": ["runtime_kernels.cache_folder"],
+    "runtime_kernels.cuda.jit": ["runtime_kernels.cache_folder", "runtime_kernels.kernel_states"],
 }
 # Torch's private modules that are imported outside of torch_internals/:
 # reason -> (folder or file, module).

@@ -29,6 +29,7 @@ from q2compile.runtime_kernels.cuda.checked_cases import (
     used,
 )
 from q2compile.runtime_kernels.cuda.jit.launch import multiplies_codes, unsupported
+from q2compile.runtime_kernels.cuda.known_bad import warn_of_known_bad
 from q2compile.runtime_kernels.cuda.quantize import fused
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import not_served, rows_when_paired
 from q2compile.runtime_kernels.kernel_states import why_disabled
@@ -62,6 +63,7 @@ def begin_checks(texts: Iterable[tuple[str, str, str]], device: torch.device, fu
     index = torch.cuda.current_device() if device.index is None else device.index
     if unsupported(index) is not None:
         return
+    warn_of_known_bad(index)
     codes = multiplies_codes(index)
     recipes = [parse(*text) for text in dict.fromkeys(texts)]
     for of, scheme in dict.fromkeys(call for r in recipes for call in checked_calls(r, codes)):

@@ -212,6 +212,9 @@ def doctor(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument(
+        "--recheck", action="store_true", help="check only the kernels that are rejected so far"
+    )
+    parser.add_argument(
         "--clear-cache",
         action="store_true",
         help="delete compiled kernels, results of checks and bench's choices of GEMMs, then exit",

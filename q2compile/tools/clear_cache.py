@@ -9,7 +9,7 @@ from pathlib import Path
 # Compiled kernels, results of self-checks, marks of those that never ended, and gemm-*.json, which
 # 0.2 wrote: each named by a hash. The folder may be shared, by Q2COMPILE_CACHE_DIR, with files of
 # others.
-_OWN = re.compile(r".+-[0-9a-f]{24}\.(cubin|checked|\d+\.checking|so)|gemm-[0-9a-f]{24}\.json")
+_OWN = re.compile(r".+-[0-9a-f]{24}\.(cubin|checked|[\w-]+\.checking|so)|gemm-[0-9a-f]{24}\.json")
 
 
 def clear_cache(folder: Path) -> str:

@@ -2,13 +2,15 @@
 """Devices, versions, kernels and cubins of this machine, with a self-check of each kernel.
 
     q2compile doctor [--verbose] [--no-check] [--json]
+    q2compile doctor --recheck
     q2compile doctor --clear-cache
 
 The self-check runs every kernel that serves the device, and the Inductor kernels of quantizers, on
 small tiles. It compares results with the torch reference on the CPU: quantizers bit by bit, GEMMs
 on a GPU to the rounding of the result. Every check runs anew. Those of a GPU run in a process of
 their own with a time limit, and their results are kept for training. The exit status is 1 when a
-kernel is rejected.
+kernel is rejected. With --recheck only the kernels that are rejected so far are checked; what is
+not on the list, such as a large GEMM, is checked before its next use.
 
 The first line is the result. Kernels that passed are lines only with --verbose. The kernel that is
 being checked is shown on a terminal, so that a check that hangs has a name."""
@@ -26,15 +28,23 @@ from typing import Any
 import torch
 
 from q2compile.config import Config, disable_named_kernels
-from q2compile.runtime_kernels.cache_folder import cache_dir
+from q2compile.runtime_kernels.cache_folder import cache_dir, why_temporary
 from q2compile.runtime_kernels.cpu import build
-from q2compile.runtime_kernels.cuda import emulated
+from q2compile.runtime_kernels.cuda import check_results, emulated
 from q2compile.runtime_kernels.cuda.jit import launch, nvrtc
+from q2compile.runtime_kernels.cuda.known_bad import known_bad
 from q2compile.runtime_kernels.cuda.versions import cublaslt_version, driver_version
 from q2compile.runtime_kernels.kernel_states import REJECTED
 from q2compile.runtime_kernels.registry import KernelWarning
 from q2compile.tools.clear_cache import clear_cache
-from q2compile.tools.kernel_rows import PASSED, SERVES, KernelRow, checked_rows, device_rows
+from q2compile.tools.kernel_rows import (
+    PASSED,
+    SERVES,
+    KernelRow,
+    checked_rows,
+    device_rows,
+    rejected_rows,
+)
 
 _STATED = (PASSED, SERVES, REJECTED)
 _PACKAGES = ("triton", "cuda-bindings", "nvidia-cuda-nvrtc")
@@ -51,10 +61,14 @@ def run(options: Namespace) -> int:
     start = time.perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KernelWarning)  # the report says it
-        if not torch.cuda.is_available():
-            report["devices"].append(_cpu(options, lines))
-        for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-            report["devices"].append(_device(index, options, lines))
+        rows = {device: _rows(device) for device in _devices()}
+        if options.recheck:
+            rows = {device: rejected_rows(of_device) for device, of_device in rows.items()}
+            report["recheck"] = check_results.forget_rejections()
+            lines += [f"recheck   {text}" for text in report["recheck"] or ["nothing is rejected"]]
+        for device, of_device in rows.items():
+            describe = _cpu if device.type == "cpu" else _device
+            report["devices"].append(describe(device, of_device, options, lines))
     report["seconds"] = round(time.perf_counter() - start, 1)
     states = Counter(row["state"] for device in report["devices"] for row in device["kernels"])
     text = json.dumps(report, indent=1) if options.json else "\n".join(lines)
@@ -106,22 +120,40 @@ def _cache(lines: list[str]) -> dict[str, Any]:
     cubins = list(cache_dir().glob("*.cubin"))
     size = sum(path.stat().st_size for path in cubins) / 1024
     lines.append(f"cubins    {len(cubins)} in {cache_dir()}, {size:.0f} KiB")
-    return {"folder": str(cache_dir()), "cubins": len(cubins), "kib": round(size)}
+    if (why := why_temporary()) is not None:
+        lines.append(f"cache     is temporary: {why}")
+    found = {"folder": str(cache_dir()), "cubins": len(cubins), "kib": round(size)}
+    return {**found, "temporary": why}
 
 
-def _cpu(options: Namespace, lines: list[str]) -> dict[str, Any]:
+def _devices() -> list[torch.device]:
+    if not torch.cuda.is_available():
+        return [torch.device("cpu")]
+    return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+
+
+def _rows(device: torch.device) -> list[KernelRow]:
+    missing = device.type == "cpu" and build.why_missing()
+    return [] if missing else list(device_rows(device))
+
+
+def _cpu(
+    device: torch.device, rows: list[KernelRow], options: Namespace, lines: list[str]
+) -> dict[str, Any]:
     """This processor and its kernels."""
     missing = build.why_missing()
     vectors = torch.backends.cpu.get_cpu_capability()
     target = f"no kernels: {missing}" if missing else f"kernels in C++ for {vectors}"
     lines.append(f"device    cpu, none with CUDA; {target}; the rest runs as its torch reference")
-    rows = [] if missing else list(device_rows(torch.device("cpu")))
     lines += kernel_lines(rows, not options.no_check, options.verbose)
     return {"device": "cpu", "name": vectors, "kernels": [row.as_line() for row in rows]}
 
 
-def _device(index: int, options: Namespace, lines: list[str]) -> dict[str, Any]:
+def _device(
+    device: torch.device, rows: list[KernelRow], options: Namespace, lines: list[str]
+) -> dict[str, Any]:
     """A GPU and its kernels."""
+    index = device.index
     major, minor = torch.cuda.get_device_capability(index)
     reason = launch.unsupported(index)
     target = f"no kernels: {reason}" if reason else f"kernels for {launch.architecture(index)}"
@@ -130,7 +162,8 @@ def _device(index: int, options: Namespace, lines: list[str]) -> dict[str, Any]:
     stated = emulated.of_device(index)
     for text in stated:
         lines.append(f"emulated  {text}")
-    rows = list(device_rows(torch.device("cuda", index)))
+    bad = known_bad((major, minor))
+    lines += [f"known bad {text}" for text in bad]
     lines += kernel_lines(rows, not options.no_check, options.verbose)
     return {
         "index": index,
@@ -138,6 +171,7 @@ def _device(index: int, options: Namespace, lines: list[str]) -> dict[str, Any]:
         "capability": f"{major}.{minor}",
         "target": target,
         "emulated": stated,
+        "known_bad": bad,
         "kernels": [row.as_line() for row in rows],
     }
 

@@ -68,7 +68,7 @@ class KernelRow:
 
     def ask(self) -> None:
         """Fills in the state: rejected if one of its forms is, unsupported if all are."""
-        start, reasons = time.perf_counter(), []
+        start, reasons, self.reason = time.perf_counter(), [], ""
         for ask in self.asks:
             try:
                 reasons.append(ask())
@@ -121,6 +121,14 @@ def checked_rows(
             if check and row.state == SERVES:
                 row.ask()
             yield row
+
+
+def rejected_rows(rows: Sequence[KernelRow]) -> list[KernelRow]:
+    """The rows that are rejected by what is stored."""
+    with checks.answering(checks.Mode(runs=False)):
+        for row in rows:
+            row.ask()
+    return [row for row in rows if row.state == REJECTED]
 
 
 def device_rows(device: torch.device) -> Iterator[KernelRow]:

@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from q2compile.runtime_kernels.cpu import build
+from q2compile.runtime_kernels.kernel_states import KNOWN, Result, lacks_memory
 from q2compile.runtime_kernels.kernel_states import rejected as rejected_for
 from q2compile.runtime_kernels.numerics.groups import padded_ends
 from q2compile.runtime_kernels.numerics.layout import pack_bits
@@ -33,38 +34,32 @@ _CPU = torch.device("cpu")
 _ROWS, _COLUMNS = 37, 152  # no multiple of 16, more lanes than a register has
 _ENDS = (3, 20, 20, 31)  # of groups of rows
 
-_RESULTS: dict[tuple, str | None] = {}  # check -> why the kernel is rejected
 _LOCK = threading.RLock()
-
-
-def forget_cpu_checks() -> None:
-    """As in a new process: kernels are checked again before their next use."""
-    _RESULTS.clear()
 
 
 def rejected(call: QuantizerCall) -> str | None:
     """None when the kernel of such a call may be used, otherwise the reason in words."""
     source = call.args.get("source_scheme")
     amax = call.args.get("amax") is not None
-    check = call.args["scheme"], call.args["transform"], source, amax, call.variant
-    if check in _RESULTS:
-        return _RESULTS[check]
-    return _result(call.spec.name, check, lambda: _small(call))
+    of = call.args["scheme"], call.args["transform"], source, amax, call.variant
+    return _reason((call.spec.name, CPP, _CPU, *of), lambda: _small(call))
 
 
 def rejected_of(op: str, what: str) -> str | None:
     """The same of an op that is no quantizer, with a scheme or a transform."""
-    check = op, what
-    return _RESULTS[check] if check in _RESULTS else _result(op, check, lambda: _others(op, what))
+    return _reason((op, CPP, _CPU, what), lambda: _others(op, what))
 
 
-def _result(op: str, check: tuple, arguments: Callable[[], Sequence[Any]]) -> str | None:
+def _reason(check: tuple, arguments: Callable[[], Sequence[Any]]) -> str | None:
+    if (found := KNOWN.checks.get(check)) is not None:
+        return found.reason
+    op = check[0]
     missing = build.why_missing()
     if missing is not None:
         return f"there is no library of CPU kernels: {missing}"
     with _LOCK:
-        if check in _RESULTS:
-            return _RESULTS[check]
+        if (found := KNOWN.checks.get(check)) is not None:
+            return found.reason
         with _apart():
             try:
                 given = arguments()
@@ -75,8 +70,10 @@ def _result(op: str, check: tuple, arguments: Callable[[], Sequence[Any]]) -> st
                 reason = difference(_function(op, CPP)(*given), want)
                 reason = reason and rejected_for(f"its self-check failed: {reason}")
             except Exception as error:
+                if lacks_memory(error):
+                    raise
                 reason = failure_text(error)
-        _RESULTS[check] = reason
+        KNOWN.checks[check] = Result(reason)
     if reason is not None:
         warn_of_failure(op, CPP, _CPU, reason)
     return reason

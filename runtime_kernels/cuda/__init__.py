@@ -9,7 +9,8 @@ calls.py        what a call of an op launches; call_site.py, such a call in gene
 recent_launches.py    the last launches, named when the device fails
 selfcheck.py    a small tile through each kernel, against the reference
 checks.py       where and when self-checks run: check_child.py, check_process.py, check_results.py
-versions.py     of what compiles and runs kernels;  emulated.py  what is emulated, and why
+versions.py     of what compiles and runs kernels;  known_bad.py  which of them are at fault
+emulated.py     what is emulated, and why
 csrc/           the sources, without headers of CUDA's; include/ptx.cuh holds all their inline PTX
 
 Importing this registers the kernels; nothing of CUDA is loaded before the first call.

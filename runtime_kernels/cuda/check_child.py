@@ -2,8 +2,9 @@
 """The parent's side of the child process that runs self-checks (check_process.py).
 
 A thread sends it one check after the other, and reads two messages for each: that it began, and its
-result. If the child ends or sends nothing for too long, the kernel of the check that began last is
-rejected, and a new child goes on. The child ends with its parent, or when it has been idle.
+result. If the child ends or sends nothing for too long, the check that began last has a strike, and
+a new child goes on with the same check: the second strike rejects its kernel. The child ends with
+its parent, or when it has been idle.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from q2compile.runtime_kernels.cache_folder import cache_dir
 from q2compile.runtime_kernels.cuda import check_results
-from q2compile.runtime_kernels.cuda.check_results import Check, Request, Result
-from q2compile.runtime_kernels.kernel_states import rejected
+from q2compile.runtime_kernels.cuda.check_results import Check, Request
+from q2compile.runtime_kernels.kernel_states import KNOWN, Result
 
 LOG = logging.getLogger("q2compile")
 SECONDS = 60.0  # a check may take: Triton compiles in some
@@ -72,6 +74,7 @@ class _Child:
 
     def __init__(self) -> None:
         environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        environment["Q2COMPILE_CACHE_DIR"] = str(cache_dir())  # a new temporary one is found once
         environment.pop("TORCH_TRACE", None)
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  until the process has ended
         self._process = subprocess.Popen(
@@ -157,7 +160,6 @@ class Checker:
         self._lock = threading.Lock()
         self._asked: queue.Queue[tuple[Request, Sequence[Future], Future]] = queue.Queue()
         self._futures: dict[Check, Future] = {}
-        self._found: dict[Check, Result] = {}
         self._thread: threading.Thread | None = None
         self._child: _Child | None = None
         self._unable: Unable | None = None
@@ -180,7 +182,7 @@ class Checker:
     def forget(self) -> None:
         """As in a new process."""
         with self._lock:
-            self._futures, self._found, self._unable = {}, {}, None
+            self._futures, self._unable = {}, None
             self._limit = SECONDS
 
     def _serve(self) -> None:
@@ -208,42 +210,51 @@ class Checker:
         return "" if child is None else child.end()
 
     def _result(self, request: Request) -> Result | Unable:
-        while request.check not in self._found:
+        found, struck = KNOWN.checks, set[Check]()
+        while (result := found.get(request.check)) is None:
             if self._unable is not None:
                 return self._unable
-            began: list[Request] = []  # and not ended: those inside of others come last
+            began: list[tuple[Request, float]] = []  # and not ended: those inside of others last
             fresh = self._child is None
             try:
                 if (unable := self._asked_once(request, began)) is not None:
                     return unable
-            except _Silent as silent:
-                self._limit = _LATER * SECONDS
-                waited = silent.args[0]
-                self._reject(began[-1], f"its self-check did not end within {waited:.0f} s")
-            except _Gone:
-                how = self.end_child()
-                if began:
-                    self._reject(began[-1], f"the process that ran its self-check {how}")
-                elif fresh:  # it fails at something else than a kernel
+                continue
+            except (_Silent, _Gone) as ended:
+                pid = self._child.pid if self._child else None
+                how, waited = self.end_child(), ended.args[0] if ended.args else None
+            if not began:
+                if fresh or waited is not None:  # it fails at something else than a kernel
                     self._unable = Unable(f"the process of self-checks {how}")
-                # Otherwise it ended after an earlier check, and a new child goes on.
-        return self._found[request.check]
+                continue  # otherwise it ended after an earlier check, and a new child goes on
+            why = f"the process that ran its self-check {how}"
+            if waited is not None:
+                why = f"its self-check did not end within {waited:.0f} s"
+            for each, _ in began:
+                check_results.unmark(each, pid)
+            last, at = began[-1]
+            rejection = check_results.strike(last, why, at, last.check in struck)
+            struck.add(last.check)
+            if rejection is not None:
+                found[last.check] = rejection
+                self._limit = self._limit if waited is None else _LATER * SECONDS
+        return result
 
-    def _asked_once(self, request: Request, began: list[Request]) -> Unable | None:
+    def _asked_once(self, request: Request, began: list[tuple[Request, float]]) -> Unable | None:
         """Sends a check to the child, and reads its messages until the result is there, or the
         child is of no use any more."""
         child = self._child or self._started()
         if child is None:
             return self._unable
         child.ask(request)
-        while request.check not in self._found:
+        while request.check not in KNOWN.checks:
             what, message = child.next(self._limit if began else _STARTING)
             if what == BEGUN:
                 LOG.debug("q2compile: checks %s", message.label)
-                began.append(message)
+                began.append((message, time.time()))
             elif what == ENDED:
                 began.pop()
-                self._found[message[0].check] = message[1]
+                KNOWN.checks[message[0].check] = message[1]
             elif what == LOST:  # whose kernel is known
                 self.end_child()
                 return None
@@ -264,13 +275,3 @@ class Checker:
         except OSError as error:
             self._unable = Unable(f"no process of self-checks can be started: {error}")
         return self._child if self._unable is None else None
-
-    def _reject(self, request: Request, why: str) -> None:
-        pid = self._child.pid if self._child else None
-        self.end_child()
-        result = Result(rejected(f"{why[:2000]}"))
-        self._found[request.check] = result
-        check_results.store(request, result)
-        check_results.take_unended(request)
-        if pid is not None:
-            check_results.unmark(request, pid)

@@ -25,8 +25,8 @@ from q2compile.runtime_kernels.cuda.check_child import (
     SECONDS,
     UNABLE,
 )
-from q2compile.runtime_kernels.cuda.check_results import Request, Result, named
-from q2compile.runtime_kernels.kernel_states import DeviceLostError
+from q2compile.runtime_kernels.cuda.check_results import Request, named
+from q2compile.runtime_kernels.kernel_states import DeviceLostError, Result
 
 
 class _ToParent:

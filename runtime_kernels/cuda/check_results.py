@@ -2,12 +2,16 @@
 """Results of self-checks on a GPU like this one, stored on disk beside the cubins. Each check has a
 file, named by a hash of the check, the device, the versions and the sources.
 
-    OP-HASH.checked         whether the kernel passed, or why it is rejected
-    OP-HASH.PID.checking    a process is at the check now
+    OP-HASH.checked               whether the kernel passed, or why it is rejected; or a strike
+    OP-HASH.PID-NAMESPACE.checking    a process is at the check now
 
 So a kernel is checked once on a machine, not in each process. The second file is written before the
-kernel runs. If the kernel crashes the process or the machine, the file stays, and the next process
-rejects the kernel instead of running it.
+kernel runs. If it is there and its process is not, the check ended without an answer. A kernel that
+crashed the machine looks like a job that was killed in the meantime, so this is a strike: the check
+runs again, and the second strike within a day rejects the kernel.
+
+Wrong numbers reject a kernel for as long as nothing changes. Any other rejection may have come from
+the moment: the kernel is checked again after a day.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import datetime
 import functools
 import hashlib
 import json
+import logging
 import os
 import socket
 import time
@@ -28,14 +33,18 @@ import torch
 
 from q2compile.runtime_kernels.cache_folder import cache_dir
 from q2compile.runtime_kernels.cuda.versions import versions
-from q2compile.runtime_kernels.kernel_states import rejected
+from q2compile.runtime_kernels.kernel_states import Result, rejected
 
+LOG = logging.getLogger("q2compile")
 Check = tuple  # an op, the kernel's name, the device, and with what
 _KERNELS = Path(__file__).parents[1]  # runtime_kernels
 _SUFFIXES = (".py", ".cu", ".cuh")
 # After this many seconds a check has ended, or its process was killed for exceeding the time limit.
 _LONGEST = 300.0
-UNENDED = "its self-check did not end in an earlier process"
+_DAY = 24 * 3600.0  # after which a rejection that may have come from the moment is not believed
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_NAMESPACE = Path("/proc/self/ns/pid")
+_PROCESSES = Path("/proc")
 
 
 class Request(NamedTuple):
@@ -59,40 +68,79 @@ class Request(NamedTuple):
         return f"kernel {name!r} of q2::{op} on {device} ({', '.join(words)})"
 
 
-class Result(NamedTuple):
-    """reason: None where the kernel passed, else why it is rejected."""
-
-    reason: str | None
-    seconds: float = 0.0
+def found(request: Request, unended: str) -> Result | None:
+    """The result of an earlier process, if there is one. If a process has ended while it ran the
+    check, that is a strike. unended: what is said of it."""
+    began = take_unended(request)
+    known = stored(request)
+    return strike(request, unended, began) if known is None and began is not None else known
 
 
 def stored(request: Request) -> Result | None:
-    """The result of an earlier process, if there is one."""
+    """The result of an earlier process, unless it has expired."""
+    known = _read(request)
     try:
-        found = json.loads(_path(request).read_text(encoding="utf-8"))
-        reason, seconds = found["reason"], float(found["seconds"])
-    except (OSError, ValueError, KeyError, TypeError):
+        reason, seconds = known["reason"], float(known["seconds"])
+    except (KeyError, TypeError, ValueError):
         return None
-    return Result(reason and rejected(f"{reason} ({found.get('date')})"), seconds)
+    differs = bool(known.get("differs"))
+    if reason and not differs and _age(known) > _DAY:
+        return None
+    return Result(reason and rejected(f"{reason} ({known.get('date')})"), seconds, differs)
 
 
 def store(request: Request, result: Result) -> None:
     """Stores a result. If the folder can't be written, each process runs the check."""
     reason = result.reason and result.reason.removeprefix(rejected(""))
-    _write(
-        _path(request),
-        what=request.label,
-        reason=reason,
-        seconds=round(result.seconds, 3),
-        date=datetime.date.today().isoformat(),
-        versions=versions(),
+    parts = {"reason": reason, "seconds": round(result.seconds, 3), "differs": result.differs}
+    _write_stored(request, **parts)
+
+
+def strike(request: Request, why: str, began: float, again: bool = False) -> Result | None:
+    """A check ended without an answer. None if it is to run again; the rejection if a check that
+    began after an earlier strike ended like this, too. Processes that were at the check together
+    give one strike.
+
+    began: the time at which the check began.  again: whether this process gave a strike before.
+    """
+    earlier = _read(request)
+    is_second = "strike" in earlier and _age(earlier) <= _DAY
+    if is_second and not again and began <= earlier["time"]:
+        return None
+    if is_second or again:
+        result = Result(rejected(f"{why[:2000]}, twice"))
+        store(request, result)
+        return result
+    _write_stored(request, strike=why[:2000])
+    LOG.warning(
+        "q2compile: the check of %s ended without an answer (%s) and is run again",
+        *(request.label, why.splitlines()[0]),
     )
+    return None
+
+
+def is_struck(request: Request) -> bool:
+    """Whether the check has a strike, and no result."""
+    return "strike" in _read(request)
+
+
+def forget_rejections() -> list[str]:
+    """Deletes the rejections and strikes that are stored, so that these kernels are checked again.
+    Returns what each was of, in words."""
+    words = []
+    for path in sorted(cache_dir().glob("*.checked")):
+        known = _read_file(path)
+        if known.get("reason") or "strike" in known:
+            words.append(f"{known.get('what')}: {known.get('reason') or known.get('strike')}")
+            path.unlink(missing_ok=True)
+    return words
 
 
 def mark(request: Request) -> None:
     """Marks that this process runs the check."""
     pid = os.getpid()
-    _write(_marker(request, pid), host=socket.gethostname(), started=_started(pid))
+    parts = {"where": _where(), "started": _started(pid), "time": time.time()}
+    _write(_marker(request, pid), **parts)
 
 
 def unmark(request: Request, pid: int | None = None) -> None:
@@ -101,15 +149,18 @@ def unmark(request: Request, pid: int | None = None) -> None:
         _marker(request, os.getpid() if pid is None else pid).unlink(missing_ok=True)
 
 
-def take_unended(request: Request) -> bool:
-    """Whether a process ended while it ran the check; its mark is removed."""
-    path = _path(request)
+def take_unended(request: Request) -> float | None:
+    """When the last process that ended while it ran the check had begun it; None if none did. Their
+    marks are removed, and a mark that another process has removed is that one's."""
+    path, began = _path(request), []
     with suppress(OSError):
-        gone = [m for m in path.parent.glob(f"{path.stem}.*.checking") if not _is_alive(m)]
-        for marker in gone:
-            marker.unlink(missing_ok=True)
-        return bool(gone)
-    return False
+        for marker in path.parent.glob(f"{path.stem}.*.checking"):
+            known = _read_file(marker)
+            if not _is_alive(marker, known):
+                with suppress(FileNotFoundError):
+                    marker.unlink()
+                    began.append(float(known.get("time", 0.0)))
+    return max(began, default=None)
 
 
 def named(device: torch.device) -> tuple[str, int, int]:
@@ -125,26 +176,39 @@ def forget_sources() -> None:
     _hash.cache_clear()
 
 
-def _is_alive(marker: Path) -> bool:
-    """Whether the process of a mark is running. Of one on another machine, which shares the folder,
-    only the age of the mark is known."""
+def _is_alive(marker: Path, known: dict[str, Any]) -> bool:
+    """Whether the process of a mark is running. Of a process that this one can't see (on another
+    machine or in another container that shares the folder, or before a reboot) only the age of the
+    mark is known."""
     try:
         if time.time() - marker.stat().st_mtime > _LONGEST:
             return False
-        found = json.loads(marker.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except OSError:
         return False
-    if found.get("host") != socket.gethostname():
+    if known.get("where") != _where():
         return True
-    pid = int(marker.name.split(".")[-2])
-    return not found.get("started") or found["started"] == _started(pid)
+    pid = int(marker.name.split(".")[-2].partition("-")[0])
+    return not known.get("started") or known["started"] == _started(pid)
+
+
+def _where() -> list[str]:
+    """Names the process ids that this process sees. Containers often have equal host names, each
+    with process ids of its own."""
+    names = [socket.gethostname()]
+    with suppress(OSError):
+        names.append(_BOOT_ID.read_text().strip())
+    with suppress(OSError):
+        names.append(os.readlink(_NAMESPACE))
+    return names
 
 
 def _started(pid: int) -> str:
-    """When a process of this machine began, in ticks; "" if there is none. Process ids are
-    reused."""
+    """When a running process began, in ticks; "" if there is none. Process ids are reused. A
+    process that was killed and not yet waited for, as in containers without an init, is not
+    running."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        fields = (_PROCESSES / str(pid) / "stat").read_text().rpartition(")")[2].split()
+        return "" if fields[0] in "ZX" else fields[19]
     except (OSError, IndexError):
         return ""
 
@@ -159,7 +223,32 @@ def _path(request: Request) -> Path:
 
 
 def _marker(request: Request, pid: int) -> Path:
-    return _path(request).with_suffix(f".{pid}.checking")
+    where = hashlib.sha256("".join(_where()).encode()).hexdigest()[:8]
+    return _path(request).with_suffix(f".{pid}-{where}.checking")
+
+
+def _read(request: Request) -> dict[str, Any]:
+    return _read_file(_path(request))
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    """The content of a file; nothing if it is damaged."""
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def _age(known: dict[str, Any]) -> float:
+    """In seconds. A clock that was set back makes nothing young."""
+    age = time.time() - known.get("time", 0.0)
+    return age if age >= 0 else _DAY + 1
+
+
+def _write_stored(request: Request, **parts: Any) -> None:
+    now = {"date": datetime.date.today().isoformat(), "time": time.time()}
+    _write(_path(request), what=request.label, **parts, **now, versions=versions())
 
 
 def _write(path: Path, **parts: Any) -> None:

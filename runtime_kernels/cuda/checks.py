@@ -6,8 +6,8 @@ harm.
     begin(request)     starts the check, and does not wait
 
 All checks of a process run in one child process (check_child.py), one after the other, with a time
-limit each. A kernel that traps or hangs there is rejected, and a new child goes on with the others.
-Results are stored on disk (check_results.py): the next process runs no check.
+limit each. A kernel that traps or hangs there twice is rejected, and a new child goes on with the
+others. Results are stored on disk (check_results.py): the next process runs no check.
 
 If no child can run (for want of memory, or since the device admits one process alone), the check
 runs in this process, on a stream of its own. If the device then fails, one error names the kernel;
@@ -30,11 +30,13 @@ import torch
 
 from q2compile.runtime_kernels.cuda import check_results
 from q2compile.runtime_kernels.cuda.check_child import Checker, Unable
-from q2compile.runtime_kernels.cuda.check_results import UNENDED, Check, Request, Result
+from q2compile.runtime_kernels.cuda.check_results import Check, Request
 from q2compile.runtime_kernels.cuda.checked_cases import CheckKey
-from q2compile.runtime_kernels.cuda.jit.launch import LaunchError
 from q2compile.runtime_kernels.kernel_states import (
+    KNOWN,
     DeviceLostError,
+    LaunchError,
+    Result,
     lost_text,
     rejected,
     why_disabled,
@@ -44,7 +46,8 @@ from q2compile.runtime_kernels.registry import failure_text, kernels_own, warn_o
 
 LOG = logging.getLogger("q2compile")
 # Errors that may not occur in the next process, which checks anew.
-_PASSING = (OSError, ImportError, MemoryError)
+_PASSING = (OSError, ImportError)
+UNENDED = "its self-check did not end in an earlier process"
 
 
 class Mode(NamedTuple):
@@ -81,7 +84,6 @@ class _State:
     listener: Listener = _Logs()
 
 
-_RESULTS: dict[Check, Result] = {}
 _LOCK = threading.Lock()
 # The checks that the current code runs in, outermost first: a check must not wait for itself, and
 # the outermost one holds the lock. Threads that a check starts inherit them by their context.
@@ -92,21 +94,23 @@ CHECKER = Checker()
 @contextmanager
 def answering(mode: Mode) -> Iterator[None]:
     """Sets another mode, and forgets the results of this process meanwhile."""
-    before, found = _State.mode, dict(_RESULTS)
+    before, known = _State.mode, dict(KNOWN.checks)
     _State.mode = mode
-    forget_checks()
+    KNOWN.checks.clear()
+    CHECKER.forget()
     try:
         yield
     finally:
         _State.mode = before
-        _RESULTS.clear()
-        _RESULTS.update(found)
+        KNOWN.checks.clear()
+        KNOWN.checks.update(known)
 
 
-def forget_checks() -> None:
-    """As in a new process: results of earlier processes are read again."""
-    _RESULTS.clear()
+def forget() -> None:
+    """As in a new process: nothing is known about any kernel but what is on disk."""
+    KNOWN.forget()
     CHECKER.forget()
+    check_results.forget_sources()
 
 
 def rejection(request: Request) -> str | None:
@@ -118,26 +122,24 @@ def rejection(request: Request) -> str | None:
         torch.OutOfMemoryError: there is no memory for the check.
     """
     check = request.check
-    if (found := _RESULTS.get(check)) is not None:
-        return found.reason
+    if (found := KNOWN.checks.get(check)) is not None:
+        return _reason(request, found)
     if (why := why_disabled(*check[:2])) is not None:
         return why
     inside = _INSIDE.get()
     if check in inside:
         return None
     with nullcontext() if inside else _LOCK:
-        if check not in _RESULTS:
-            known = _known(request)
-            if known is None and not _State.mode.runs:
-                return None
-            _RESULTS[check] = known or _checked(request)
-            _warn(request, _RESULTS[check])
-        return _RESULTS[check].reason
+        found = KNOWN.checks.get(check) or _known(request)
+        if found is None and not _State.mode.runs:
+            return None
+        found = KNOWN.checks[check] = found or _checked(request)
+    return _reason(request, found)
 
 
 def result_of(request: Request) -> Result | None:
     """The result, if this process has it."""
-    return _RESULTS.get(request.check)
+    return KNOWN.checks.get(request.check)
 
 
 def begin(request: Request, after: Sequence[Future] = ()) -> None:
@@ -150,7 +152,7 @@ def begin(request: Request, after: Sequence[Future] = ()) -> None:
 def is_known(request: Request) -> bool:
     """Whether the check need not run: it has run, or its kernel is disabled."""
     check = request.check
-    if check in _RESULTS or why_disabled(*check[:2]) is not None:
+    if check in KNOWN.checks or why_disabled(*check[:2]) is not None:
         return True
     return _State.mode.stored and check_results.stored(request) is not None
 
@@ -162,15 +164,11 @@ def listen(listener: Listener) -> None:
 
 
 def _known(request: Request) -> Result | None:
-    """The result of an earlier process, or that it did not end there."""
-    unended = check_results.take_unended(request)
-    if not _State.mode.stored:
-        return None
-    found = check_results.stored(request)
-    if found is None and unended:
-        found = Result(rejected(UNENDED))
-        check_results.store(request, found)
-    return found
+    """The result of an earlier process."""
+    if _State.mode.stored:
+        return check_results.found(request, UNENDED)
+    check_results.take_unended(request)
+    return None
 
 
 def _checked(request: Request) -> Result:
@@ -186,6 +184,7 @@ def _checked(request: Request) -> Result:
         if not isinstance(found, Unable):
             return found
         LOG.info("q2compile: %s is checked in this process: %s", request.label, found.why)
+        torch.cuda.empty_cache()  # what this process keeps for later may be what the child lacked
     return run_here(request)
 
 
@@ -198,12 +197,12 @@ def run_here(request: Request) -> Result:
     """
     op, name, device, *_ = request.check
     differs: Callable[..., str | None] = importlib.import_module(request.module).disagreement
-    start, lasts = time.perf_counter(), True
+    start, lasts, numbers = time.perf_counter(), True, None
     token = _INSIDE.set((*_INSIDE.get(), request.check))
     check_results.mark(request)
     _State.listener.begun(request)
     try:
-        reason = differs(*request.arguments)
+        numbers = reason = differs(*request.arguments)
         reason = reason and rejected(f"it failed its self-check on this GPU: {reason}")
         lost = device_error(device)
     except DeviceLostError:
@@ -218,7 +217,7 @@ def run_here(request: Request) -> Result:
         check_results.unmark(request)
     if lost is not None:
         reason = failure_text(lost)
-    result = Result(reason, time.perf_counter() - start)
+    result = Result(reason, time.perf_counter() - start, bool(numbers))
     if lasts:
         check_results.store(request, result)
     _State.listener.ended(request, result)
@@ -239,8 +238,10 @@ def device_error(device: torch.device) -> Exception | None:
     return None
 
 
-def _warn(request: Request, result: Result) -> None:
+def _reason(request: Request, result: Result) -> str | None:
+    """The reason of a result, of which the user is warned."""
     if result.reason is not None:
         op, name, device, *what = request.check
         variants = (str(part) for part in what if isinstance(part, QuantizerVariant | CheckKey))
         warn_of_failure(next(variants, op), name, device, result.reason)
+    return result.reason

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from q2compile.runtime_kernels.cuda.jit.launch import LaunchError
+from q2compile.runtime_kernels.kernel_states import LaunchError
 
 _PACKAGES = ("triton", "nvidia-cuda-nvrtc")
 DRIVER_FILE = Path("/proc/driver/nvidia/version")  # of Linux

@@ -42,7 +42,7 @@ def pretend(
     monkeypatch.setattr(nvrtc, "version", lambda: version)
     monkeypatch.setattr(triton_fp4, "triton_version", lambda: (3, 8))
     forget()
-    target = limits.target(capability, version).name
+    target = limits.targets(capability, version)[0].name
     assert target is not None
     launches_on_cpu(monkeypatch, target)
     said = emulated.of_device(0)

@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 
 import pytest
@@ -21,10 +22,11 @@ from torch._subclasses import FakeTensorMode
 from q2compile import explain
 from q2compile.config import CONFIG_FILE_VARIABLE, Config, resolved_policy
 from q2compile.errors import StageError
-from q2compile.runtime_kernels import registry
+from q2compile.runtime_kernels import cache_folder, registry
 from q2compile.runtime_kernels.cache_folder import cache_dir, read_whole
 from q2compile.runtime_kernels.cuda import checked_cases, selfcheck
 from q2compile.runtime_kernels.cuda.jit import limits, nvrtc
+from q2compile.runtime_kernels.registry import KernelWarning
 from tests.support import forked, quantizer_calls
 from tests.support.warned import texts
 
@@ -112,8 +114,12 @@ def test_a_kernel_is_checked_once(gpu, monkeypatch, capability, wrong):
     gpu(capability)
     monkeypatch.setattr(selfcheck, "disagreement", lambda *what: checks.append(what) or wrong)
     arguments = rht_arguments()
-    served = {registry.serving("quantize", arguments).name for _ in range(2)}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        served = {registry.serving("quantize", arguments).name for _ in range(2)}
     assert served == {"cuda" if wrong is None else "reference"}
+    cost = "Another runs in its place: a torch reference takes 10 to 30 times as long."
+    assert [cost in said for said in texts(caught, KernelWarning)] == [True] * bool(wrong)
     variant = checked_cases.COLUMNWISE._replace(rowwise=True, columnwise=False)
     what = "nvfp4_ms_eden_pow2", variant
     assert checks == [("quantize", "cuda", torch.device("cuda", 0), *what)]
@@ -167,19 +173,41 @@ def test_a_full_disk_costs_a_compilation_and_leaves_no_half_file(cache, monkeypa
     assert len(built) == 2 and list(folder.iterdir()) == []
 
 
-def test_a_read_only_cache_folder_costs_a_compilation(cache, monkeypatch):
+@pytest.mark.parametrize("how", ["read-only", "no folder"])
+def test_a_cache_that_cannot_be_written_is_a_temporary_one(cache, monkeypatch, caplog, how):
     """Root can write to read-only folders, so the test raises the operating system's error
-    itself."""
+    itself. Said once; the next process finds the folder, in which a mark survives a hang."""
     folder, built = cache
+    temporary = folder.parent / f"q2compile-{os.getuid()}"
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(folder.parent))
+    if how == "no folder":
+        monkeypatch.setenv("Q2COMPILE_CACHE_DIR", "/dev/null/nowhere")
+    else:
+        own = tempfile.TemporaryFile
 
-    def read_only(**_):
-        raise OSError(errno.EROFS, "Read-only file system")
+        def read_only(dir=None, **more):
+            if dir == folder:
+                raise OSError(errno.EROFS, "Read-only file system")
+            return own(dir=dir, **more)
 
-    monkeypatch.setattr(tempfile, "NamedTemporaryFile", read_only)
-    assert nvrtc.cubin(VARIANT, "sm_90a") == b"machine code"
-    monkeypatch.setenv("Q2COMPILE_CACHE_DIR", "/dev/null/nowhere")
-    assert nvrtc.cubin(VARIANT, "sm_90a") == b"machine code"
-    assert len(built) == 2
+        monkeypatch.setattr(tempfile, "TemporaryFile", read_only)
+    try:
+        for _ in range(2):
+            cache_folder.why_unwritable.cache_clear()  # as in a new process
+            caplog.clear()
+            for _ in range(2):
+                assert nvrtc.cubin(VARIANT, "sm_90a") == b"machine code"
+            (said,) = [r.getMessage() for r in caplog.records]
+            why = "Read-only file system" if how == "read-only" else "Not a directory"
+            assert f"can't be written ({why})" in said and "Q2COMPILE_CACHE_DIR" in said
+            assert cache_folder.why_temporary() in said
+        assert len(built) == 1 and [path.suffix for path in temporary.iterdir()] == [".cubin"]
+        temporary.chmod(0o777)  # where anyone may put code
+        cache_folder._temporary.cache_clear()
+        assert cache_dir().name.startswith(f"{temporary.name}-")
+    finally:
+        cache_folder.why_unwritable.cache_clear()
+        cache_folder._temporary.cache_clear()
 
 
 @pytest.fixture

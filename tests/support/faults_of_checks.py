@@ -32,11 +32,40 @@ OF_CHECKS = (
         f"{_CUDA}/test_check_results.py",
     ),
     fault(
-        "a check that did not end runs again in the next process",
-        f"{_CUDA}/checks.py",
-        "    if found is None and unended:\n",
-        "    if False:\n",
+        "a check that did not end is no strike",
+        f"{_CUDA}/check_results.py",
+        "if known is None and began is not None else known",
+        "if False else known",
         f"{_CUDA}/test_checks.py",
+        f"{_CUDA}/test_first_launch.py",
+    ),
+    fault(
+        "the first strike rejects",
+        f"{_CUDA}/check_results.py",
+        "    if is_second or again:\n",
+        "    if True:\n",
+        f"{_CUDA}/test_check_results.py",
+    ),
+    fault(
+        "a process that nobody has reaped is alive",
+        f"{_CUDA}/check_results.py",
+        'if fields[0] in "ZX"',
+        "if False",
+        f"{_CUDA}/test_check_results.py",
+    ),
+    fault(
+        "a GEMM's check runs in clean memory",
+        f"{_CUDA}/selfcheck.py",
+        "            block.fill_(255)",
+        "            pass",
+        f"{_CUDA}/test_what_runs_is_checked.py",
+    ),
+    fault(
+        "code that the driver refuses is compiled on",
+        f"{_CUDA}/jit/launch.py",
+        '    return f"error {int(status)}" if int(status) in _NOT_LOADED else None\n',
+        "    return None\n",
+        f"{_CUDA}/test_limits.py",
     ),
     # ---- grouped launches ----
     fault(
@@ -69,11 +98,11 @@ OF_CHECKS = (
     ),
     # ---- the first large launch of a GEMM ----
     fault(
-        "a large launch that crashed runs again",
+        "a product of zeros passes for its algorithm",
         f"{_CUDA}/gemm/first_launch.py",
-        "        if found is None and unended:\n",
-        "        if False:\n",
-        f"{_CUDA}/test_first_launch.py",
+        "    if worst <= 1 and telling < _TELLING:\n",
+        "    if False:\n",
+        f"{_CUDA}/test_what_runs_is_checked.py",
     ),
     fault(
         "the mark of a large launch goes although the device has failed",

@@ -3,9 +3,9 @@
 
 from q2compile.report.dump_folder import DumpFolder
 from q2compile.runtime_kernels import registry
-from q2compile.runtime_kernels.cuda import check_results, checks
-from q2compile.runtime_kernels.cuda.gemm import first_launch, triton_fp4
-from q2compile.runtime_kernels.cuda.jit import nvrtc
+from q2compile.runtime_kernels.cuda import checks
+from q2compile.runtime_kernels.kernel_states import KNOWN
+from q2compile.runtime_kernels.registry import CPP
 from q2compile.telemetry import clock
 
 
@@ -15,18 +15,12 @@ def forget_dump_folders() -> None:
 
 
 def forget_checks() -> None:
-    """Results of self-checks, and of first large GEMMs, are read from disk again, and the sources
-    of the kernels."""
-    check_results.forget_sources()
-    checks.forget_checks()
-    first_launch.forget_first_launches()
-
-
-def forget_failures() -> None:
-    """No kernel has failed, in a compiler or later, and nothing was warned of."""
-    registry.forget_failures()
-    nvrtc.forget_failures()
-    triton_fp4.forget_failures()
+    """Nothing is known about any kernel but what is on disk, and the user was warned of nothing.
+    CPU kernels, whose checks no process stores, stay checked."""
+    known = {check: found for check, found in KNOWN.checks.items() if check[1] == CPP}
+    checks.forget()
+    KNOWN.checks.update(known)
+    registry.forget_references()
 
 
 def restart_clock() -> None:

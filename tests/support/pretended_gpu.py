@@ -12,7 +12,7 @@ from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4
 from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.runtime_kernels.cuda.jit.launch import target, unsupported
 from q2compile.runtime_kernels.ops.table import QuantizerVariant
-from tests.support.new_process import forget_checks, forget_failures
+from tests.support.new_process import forget_checks
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
@@ -24,10 +24,9 @@ def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> Non
     monkeypatch.setattr(cublaslt_fp4, "ready", lambda product: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     forget_checks()
-    for name in ("store", "mark", "unmark"):
+    for name in ("store", "mark", "unmark", "take_unended"):
         monkeypatch.setattr(check_results, name, lambda *args: None)
-    monkeypatch.setattr(check_results, "take_unended", lambda request: False)
-    forget_failures()
+    forget_checks()
     forget()
 
 

@@ -21,6 +21,7 @@ from q2compile.runtime_kernels.cuda.gemm.first_launch import (
     compare,
     marked,
     needed,
+    rows_class,
 )
 from q2compile.runtime_kernels.cuda.gemm.operands import (
     aligned,
@@ -104,7 +105,8 @@ def gemm_fp4(
     if 0 in (*a_codes.shape, columns):
         return without_contraction(a_codes, b_codes, bias, dtype)
     product = product_of(a_codes, b_codes, bias, dtype)
-    first = _first(product, a_codes.device)
+    call = a_codes, a_scales, a_global, b_codes, b_scales, b_global
+    first = _first(product, a_codes.device, (*call, bias, a_scheme, b_scheme, dtype))
     with on_device(a_codes.device.index), marked(first):
         out = _product(
             product,
@@ -119,8 +121,10 @@ def gemm_fp4(
     return out
 
 
-def _first(product: GemmKind, device: torch.device) -> Request | None:
+def _first(product: GemmKind, device: torch.device, call: tuple) -> Request | None:
     """The first large product by an algorithm is compared with a BF16 GEMM.
+
+    call: the arguments of the op.
 
     Raises:
         WrongError: it was wrong, or did not end.
@@ -129,7 +133,7 @@ def _first(product: GemmKind, device: torch.device) -> Request | None:
         return None
     with on_device(device.index):
         which = planned(product).algorithm, product.dtype, product.bias
-    return begin(GEMM, CUBLASLT_FP4, device, *which)
+    return begin(GEMM, CUBLASLT_FP4, device, *which, rows_class(product.rows), call=call)
 
 
 def _product(product: GemmKind, a, b, bias: torch.Tensor | None) -> torch.Tensor:

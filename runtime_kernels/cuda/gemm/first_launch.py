@@ -5,12 +5,14 @@ GEMM.
 Self-checks are small, and cuBLASLt has other algorithms for large products, Triton other tiles. So
 the first time that a GEMM of 2^30 FLOPs or more runs with one, 128 rows of its result, from all
 over the matrix, are compared on the device with the same rows by a BF16 GEMM of the dequantized
-operands. This is done once, and the result is stored on disk (check_results.py). If it is wrong,
-the call raises: the kernel is rejected, and the next one serves the call. Nothing is compared while
-a CUDA graph is captured, since the warm-up run has been.
+operands. This is done once for each class of counts of rows, and the result is stored on disk
+(check_results.py). If it is wrong, the call raises: the kernel is rejected, and the next one serves
+the call. Nothing is compared while a CUDA graph is captured, since the warm-up run has been. Rows
+that are zero or not finite show nothing, and a product with few others is compared the next time.
 
-Such a launch is marked on disk before it begins. If it crashes or hangs, the mark stays, and the
-next process rejects the kernel instead of running it.
+Such a launch is marked on disk before it begins. If it crashes or hangs, the mark stays, which is a
+strike: the next process has the child process of self-checks run a product of these sizes first,
+and a second strike rejects the kernel.
 """
 
 from __future__ import annotations
@@ -24,15 +26,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from q2compile.runtime_kernels.cuda import check_results
-from q2compile.runtime_kernels.cuda.check_results import Request, Result
+from q2compile.runtime_kernels.cuda import check_results, checks
+from q2compile.runtime_kernels.cuda.check_results import Request
 from q2compile.runtime_kernels.cuda.checked_cases import GEMM_ERROR
-from q2compile.runtime_kernels.kernel_states import rejected
+from q2compile.runtime_kernels.cuda.selfcheck import apart
+from q2compile.runtime_kernels.kernel_states import KNOWN, Result, lacks_memory, rejected
 from q2compile.runtime_kernels.numerics.formats import decode_e2m1
 from q2compile.runtime_kernels.numerics.schemes import Scheme
 from q2compile.runtime_kernels.numerics.swizzle import unswizzle_32x4x4
 from q2compile.runtime_kernels.ops.gemm import alpha_of
-from q2compile.runtime_kernels.registry import kernels_own
+from q2compile.runtime_kernels.registry import kernels, kernels_own
 
 LOG = logging.getLogger("q2compile")
 FLOPS = 2**30
@@ -43,8 +46,7 @@ _CHUNK = 128  # columns that are compared as one
 _OF_CHUNK = 4.0
 # A chunk that is smaller than this share of the usual one is compared with that one.
 _SMALL = 2.0**-6
-
-
+_TELLING = 1 / 8  # of the compared rows: as many must be finite and not zero
 _GROUPS = 8  # of a grouped GEMM that are compared
 
 
@@ -64,12 +66,7 @@ class Factor(NamedTuple):
 # The epilogue: a function of some rows of the rounded product, their indices, and the first and the
 # last column, to the result.
 Finish = Callable[[torch.Tensor, torch.Tensor, int, int], torch.Tensor]
-_RESULTS: dict[tuple, Result] = {}
-
-
-def forget_first_launches() -> None:
-    """As in a new process: results of earlier processes are read again."""
-    _RESULTS.clear()
+UNENDED = "its first large launch did not end in an earlier process"
 
 
 def needed(m: int, n: int, k: int) -> bool:
@@ -77,37 +74,100 @@ def needed(m: int, n: int, k: int) -> bool:
     return 2 * m * n * k >= FLOPS
 
 
-def known(what: Request) -> bool:
+def rows_class(m: int) -> tuple[int, int]:
+    """Products whose counts of rows are of one class are compared once: counts between the same
+    powers of two, that are divisible by the same power of two. An algorithm takes other paths for
+    the last tile, for few tiles and for many, and others met a fault at 3072 rows alone."""
+    return m.bit_length(), m & -m
+
+
+def known(what: Request, call: Sequence[Any] = ()) -> bool:
     """Whether it was compared before, here or by an earlier process.
+
+    call: the arguments of the op. If a process has ended at such a launch, the child process runs
+        it first.
 
     Raises:
         WrongError: it was wrong, or did not end.
     """
-    found = _RESULTS.get(what.check)
+    found = KNOWN.checks.get(what.check) or check_results.found(what, UNENDED)
+    if found is None and call and check_results.is_struck(what):
+        found = _result_in_child(what, call)
     if found is None:
-        unended = check_results.take_unended(what)
-        found = check_results.stored(what)
-        if found is None and unended:
-            found = Result(rejected("its first large launch did not end in an earlier process"))
-            check_results.store(what, found)
-        if found is None:
-            return False
-        _RESULTS[what.check] = found
+        return False
+    KNOWN.checks[what.check] = found
     if found.reason is not None:
         raise WrongError(found.reason.removeprefix(rejected("")))
     return True
 
 
-def begin(op: str, name: str, device: torch.device, *which: Hashable) -> Request | None:
+def begin(
+    op: str, name: str, device: torch.device, *which: Hashable, call: Sequence[Any] = ()
+) -> Request | None:
     """The comparison that a large product needs; None if it was made before.
 
     which: the algorithm or the specialization, and the types of bias and result.
+    call: the arguments of the op.
 
     Raises:
         WrongError: it was wrong, or did not end.
     """
     what = request(op, name, device, *which)
-    return None if known(what) else what
+    return None if known(what, call) else what
+
+
+def _result_in_child(what: Request, call: Sequence[Any]) -> Result | None:
+    """The result of such a product in the child process of self-checks; None without memory for
+    it."""
+    if what.check[2].type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return None
+    again = *what.check[:3], [_described(each) for each in call]
+    try:
+        checks.rejection(what._replace(arguments=again))
+    except Exception as error:
+        if not lacks_memory(error):
+            raise
+    return KNOWN.checks.get(what.check)
+
+
+class _Described(NamedTuple):
+    """A tensor without its values; ends: those of groups, which matter."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    ends: list[int]
+
+    def made(self, device: torch.device) -> torch.Tensor:
+        """A tensor like it, of random codes and of scales near 1."""
+        if self.dtype == torch.int32:
+            return torch.tensor(self.ends, dtype=torch.int32, device=device)
+        if self.dtype.is_floating_point and self.dtype.itemsize > 1:
+            return torch.ones(self.shape, dtype=self.dtype, device=device)
+        low, high = _BYTES.get(self.dtype, (0, 256))
+        made = torch.randint(low, high, self.shape, dtype=torch.uint8, device=device)
+        return made.view(self.dtype)
+
+
+_BYTES = {torch.float8_e4m3fn: (0x30, 0x40), torch.float8_e8m0fnu: (126, 129)}
+
+
+def _described(arg: Any) -> Any:
+    if not isinstance(arg, torch.Tensor):
+        return arg
+    ends = arg.tolist() if arg.dtype == torch.int32 else []
+    return _Described(tuple(arg.shape), arg.dtype, ends)
+
+
+def disagreement(op: str, name: str, device: torch.device, call: Sequence[Any]) -> str | None:
+    """Runs a large product, which is compared as any first one: how it is wrong, None if it is
+    not."""
+    with apart(device):
+        args = [each.made(device) if isinstance(each, _Described) else each for each in call]
+        try:
+            next(k.function for k in kernels(op) if k.name == name)(*args)
+        except WrongError as error:
+            return str(error)
+    return None
 
 
 @contextmanager
@@ -162,24 +222,28 @@ def compare_grouped(
     _compare(what, out, lambda: _worst_of_groups(out, a, b, offs, gemm))
 
 
-def _compare(what: Request, out: torch.Tensor, worst_of: Callable[[], float]) -> None:
+def _compare(what: Request, out: torch.Tensor, worst_of: Callable[[], tuple[float, float]]) -> None:
     if out.is_cuda and torch.cuda.is_current_stream_capturing():
         return
     start = time.perf_counter()
     try:
         with torch.no_grad():
-            worst = worst_of()
-    except torch.OutOfMemoryError:
-        return
+            worst, telling = worst_of()
+    except Exception as error:
+        if lacks_memory(error):
+            return
+        raise
     limit = GEMM_ERROR[out.dtype]
     reason = None
+    if worst <= 1 and telling < _TELLING:
+        return
     if not worst <= 1:
         reason = (
             f"its first large result, {out.shape[0]} x {out.shape[1]} in {out.dtype}, differs from "
             f"a BF16 GEMM's by {worst:.1e} times the {limit:.1e} that rounding explains"
         )
-    result = Result(reason and rejected(reason), time.perf_counter() - start)
-    _RESULTS[what.check] = result
+    result = Result(reason and rejected(reason), time.perf_counter() - start, bool(reason))
+    KNOWN.checks[what.check] = result
     check_results.store(what, result)
     if reason is not None:
         raise WrongError(reason)
@@ -187,7 +251,7 @@ def _compare(what: Request, out: torch.Tensor, worst_of: Callable[[], float]) ->
 
 def _worst_of_groups(
     out: torch.Tensor, a: Factor, b: Factor, offs: torch.Tensor, gemm: str
-) -> float:
+) -> tuple[float, float]:
     ends = offs.tolist()
     m, half = a.codes.shape[0], a.codes.shape[1]
     spans = list(enumerate(zip([0, *ends], ends, strict=False)))
@@ -196,9 +260,9 @@ def _worst_of_groups(
     every = max(1, len(spans) // _GROUPS)
     spans = [*spans[::every], *spans[-1:]]
     rows = max(1, ROWS // len(spans)) if spans else 0
-    found = [0.0]
+    found = [(0.0, 0.0)]
     if gemm != "wgrad" and bool(out[ends[-1] :].count_nonzero()):
-        found.append(math.inf)
+        found.append((math.inf, 0.0))
     for group, (start, end) in spans:
         if gemm == "wgrad":
             of_group = out[group * m : (group + 1) * m]
@@ -210,7 +274,8 @@ def _worst_of_groups(
             weight = _contracted(b, 2 * half * group, 2 * half * (group + 1))
             of_group, own, firsts = out[start:end], (a, weight), (start, 0)
         found.append(_worst(of_group, *own, None, None, firsts, rows))
-    return max(found)
+    # Without any rows there is nothing to see, ever.
+    return max(w for w, _ in found), max(t for _, t in found) if spans else 1.0
 
 
 def _contracted(factor: Factor, start: int, end: int) -> Factor:
@@ -227,8 +292,9 @@ def _worst(
     finish: Finish | None,
     firsts: Sequence[int] = (0, 0),
     most: int = ROWS,
-) -> float:
-    """The largest error, of the whole and of any chunk, divided by what rounding explains.
+) -> tuple[float, float]:
+    """The largest error, of the whole and of any chunk, divided by what rounding explains; and
+    which part of the rows is finite and not zero.
 
     firsts: the rows of a and of b that the result begins with.  most: rows that are compared.
     """
@@ -238,6 +304,7 @@ def _worst(
     alpha, dtype = alpha_of(a.global_scale, b.global_scale), out.dtype
     errors: list[torch.Tensor] = []
     sizes: list[torch.Tensor] = []
+    finite = torch.ones_like(picked, dtype=torch.bool)
     for begin in range(0, columns, _COLUMNS):
         end = min(begin + _COLUMNS, columns)
         part = torch.arange(begin, end, device=out.device)
@@ -249,6 +316,7 @@ def _worst(
             want = finish(want, picked, begin, end)
         got = out[picked, begin:end].float()
         want = want.float()
+        finite &= want.isfinite().all(1)
         difference = (got - want).nan_to_num_(0, 0, 0)
         # Elements must be finite in both results or in none.
         difference += (got.isfinite() != want.isfinite()) * 1e30
@@ -260,7 +328,9 @@ def _worst(
     limit = GEMM_ERROR[dtype]
     whole = error.sum() / (limit**2 * size.sum()).clamp_min(1e-30)
     chunk = error / ((_OF_CHUNK * limit) ** 2 * size.clamp_min(_SMALL**2 * usual)).clamp_min(1e-30)
-    return float(torch.maximum(whole, chunk.max()).sqrt())
+    telling = (finite & (size.sum(1) > 0)).float().mean()
+    found: list[float] = torch.stack([torch.maximum(whole, chunk.max()).sqrt(), telling]).tolist()
+    return found[0], found[1]
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -50,7 +50,9 @@ def grouped_gemm_triton(
     variant = tile, *(spec.block for spec in specs), gemm, dtype, groups, contracted
     first = None
     if first_launch.needed(rows, of_one, 2 * a_codes.shape[1]):
-        first = first_launch.begin(GROUPED_GEMM, TRITON_FP4, a_codes.device, *variant)
+        call = (*operands, offs, a_scheme, b_scheme, gemm, dtype)
+        device = a_codes.device
+        first = first_launch.begin(GROUPED_GEMM, TRITON_FP4, device, *variant, call=call)
     with first_launch.marked(first):
         with compiling(GROUPED_GEMM, a_codes.device, variant), on_device(index):
             out = triton_grouped_kernel.grouped_gemm_fp4(a, b, offs, specs, gemm, dtype, tile)

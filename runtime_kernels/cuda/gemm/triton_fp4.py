@@ -20,10 +20,11 @@ from q2compile.runtime_kernels.cuda.gemm.operands import (
     two_formats,
     without_contraction,
 )
-from q2compile.runtime_kernels.cuda.jit.launch import LaunchError, multiprocessors
+from q2compile.runtime_kernels.cuda.jit.launch import multiprocessors
 from q2compile.runtime_kernels.cuda.jit.limits import why_no_dot_scaled
 from q2compile.runtime_kernels.cuda.recent_launches import note
 from q2compile.runtime_kernels.cuda.selfcheck import rejection
+from q2compile.runtime_kernels.kernel_states import KNOWN, LaunchError
 from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.numerics.transforms import get_transform
 from q2compile.runtime_kernels.ops.gemm import checked_gemm
@@ -118,9 +119,8 @@ def _gemm(
     """The product; masked and rotated back, where a mask is given."""
     from q2compile.runtime_kernels.cuda.gemm.triton_kernel import Unrotation, choose_tile, gemm_fp4
 
-    a_spec, b_spec = checked_gemm(
-        a_codes, a_scales, a_global, b_codes, b_scales, b_global, a_scheme, b_scheme
-    )
+    operands = (a_codes, a_scales, a_global, b_codes, b_scales, b_global)
+    a_spec, b_spec = checked_gemm(*operands, a_scheme, b_scheme)
     if b_global is None:
         b_global = a_global.new_ones(())
     rows, columns = a_codes.shape[0], b_codes.shape[0]
@@ -140,7 +140,11 @@ def _gemm(
     op = GEMM if mask is None else GEMM_MASKED_UNROTATE
     first = None
     if first_launch.needed(rows, columns, 2 * width):
-        first = first_launch.begin(op, TRITON_FP4, a_codes.device, *variant)
+        of_rows = first_launch.rows_class(rows)
+        call = (*operands, bias, a_scheme, b_scheme, dtype)
+        if mask is not None:
+            call = (*operands, mask, a_scheme, b_scheme, transform, dtype)
+        first = first_launch.begin(op, TRITON_FP4, a_codes.device, *variant, of_rows, call=call)
 
     def finish(rows_of_product, picked, begin, end):
         part = mask[picked, begin // 8 : end // 8].contiguous()
@@ -158,15 +162,6 @@ def _gemm(
     return out
 
 
-# Triton's error for a variant, which takes seconds to get.
-_failed: dict[tuple[torch.device, Hashable], str] = {}
-
-
-def forget_failures() -> None:
-    """As in a new process: variants that did not compile are compiled again."""
-    _failed.clear()
-
-
 @contextmanager
 def compiling(op: str, device: torch.device, variant: Hashable) -> Iterator[None]:
     """Around a launch by an op: a variant that Triton cannot compile is compiled once, not for
@@ -175,14 +170,14 @@ def compiling(op: str, device: torch.device, variant: Hashable) -> Iterator[None
     Raises:
         LaunchError: it failed before.
     """
-    if (device, variant) in _failed:
-        raise LaunchError(_failed[device, variant])
+    if (device, variant) in KNOWN.sources:
+        raise LaunchError(KNOWN.sources[device, variant])
     note(f"q2::{op} by {TRITON_FP4}")
     try:
         yield
     except Exception as error:
         if kernels_own(error, op, TRITON_FP4, device):
-            _failed[device, variant] = f"{type(error).__name__}: {error}"
+            KNOWN.sources[device, variant] = f"{type(error).__name__}: {error}"
         raise
 
 

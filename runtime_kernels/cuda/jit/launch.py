@@ -9,6 +9,7 @@ are made once, too. So a launch costs writing the addresses, and one call throug
 
 import ctypes
 import functools
+import logging
 import struct
 import sys
 import threading
@@ -24,16 +25,17 @@ import torch
 
 from q2compile.runtime_kernels.cuda.jit import limits, nvrtc
 from q2compile.runtime_kernels.cuda.jit.nvrtc import KernelVariant
+from q2compile.runtime_kernels.kernel_states import LaunchError
 
+LOG = logging.getLogger("q2compile")
 _ADDRESS = struct.calcsize("@P")  # as long as an item of array("Q"), on its alignment
 _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+# CUDA_ERROR_INVALID_IMAGE, NO_BINARY_FOR_GPU, INVALID_PTX, UNSUPPORTED_PTX_VERSION: this code does
+# not run on this device by this driver, which a GB10's said of sm_120 code.
+_NOT_LOADED = (200, 209, 218, 222)
 _ALWAYS_ALLOWED = 40 * 1024  # of dynamic shared memory: 48 KiB, less what a kernel has besides
 _PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-
-
-class LaunchError(RuntimeError):
-    """The CUDA driver refused to load or to launch a kernel."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,14 +224,44 @@ def _load(launch: Launch, index: int) -> _Loaded:
     return _Loaded(int(function), context, overlaps)
 
 
+_PROBE = launch("padded_ends.cu", "PPi", 32, defines={}).variant  # the smallest kernel
+
+
 @functools.cache
 def target(index: int) -> limits.Target:
-    """The target that kernels are compiled for on this device.
+    """The target that kernels are compiled for on this device: the first whose code the driver
+    loads.
 
     Raises:
         ImportError: NVRTC is not installed.
     """
-    return limits.target(torch.cuda.get_device_capability(index), nvrtc.version(), _driver_cuda())
+    refused = ""
+    capability = torch.cuda.get_device_capability(index)
+    for found in limits.targets(capability, nvrtc.version(), _driver_cuda()):
+        said = None if found.name is None else _load_error(index, found.name)
+        if said is None:
+            return found if found.why is None or not refused else found._replace(why=refused)
+        refused = f"the driver loads no code for {found.name} ({said})"
+        LOG.warning("q2compile: cuda:%d: %s; the next target is tried", index, refused)
+    return limits.Target(None, refused)
+
+
+def _load_error(index: int, name: str) -> str | None:
+    """The driver's error, if it refuses to load code for a target. None also where that can't be
+    found out: whatever else is wrong is said when a kernel is loaded."""
+    try:
+        if not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
+            return None
+        from cuda.bindings import driver
+
+        with torch.cuda.device(index):
+            torch.cuda.synchronize(index)  # gives this thread its context
+            status, module = driver.cuModuleLoadData(nvrtc.cubin(_PROBE, name))
+            if not int(status):
+                driver.cuModuleUnload(module)
+    except Exception:
+        return None
+    return f"error {int(status)}" if int(status) in _NOT_LOADED else None
 
 
 def architecture(index: int) -> str:
@@ -254,7 +286,11 @@ def _driver_cuda() -> tuple[int, int] | None:
 @functools.cache
 def unsupported(index: int) -> str | None:
     """None when kernels can be compiled for this CUDA device, otherwise the reason in words."""
-    reason = _unsupported(torch.cuda.get_device_capability(index))
+    try:
+        found = target(index)
+        reason = found.why if found.name is None else None
+    except Exception as error:  # whatever is wrong with the installation, the references run
+        reason = str(error)
     if reason is not None:
         warnings.warn(
             f"q2compile: none of its CUDA kernels runs on cuda:{index}: {reason}\n"
@@ -263,15 +299,6 @@ def unsupported(index: int) -> str | None:
             stacklevel=2,
         )
     return reason
-
-
-def _unsupported(capability: tuple[int, int]) -> str | None:
-    try:
-        version = nvrtc.version()
-    except Exception as error:  # whatever is wrong with the installation, the references run
-        return str(error)
-    found = limits.target(capability, version, _driver_cuda())
-    return found.why if found.name is None else None
 
 
 def wait(index: int) -> bool:

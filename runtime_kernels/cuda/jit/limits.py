@@ -69,20 +69,21 @@ def family_of(capability: Version) -> Family | None:
     return None if capability in _NOT_OF_THE_FAMILY else FAMILIES.get(capability[0])
 
 
-def target(capability: Version, nvrtc: Version, driver: Version | None = None) -> Target:
-    """The target for a GPU of this compute capability.
+def targets(capability: Version, nvrtc: Version, driver: Version | None = None) -> list[Target]:
+    """The targets for a GPU of this compute capability, the best one first. A driver may refuse to
+    load code for a target that NVRTC has; launch.target() then tries the next one.
 
     driver: the CUDA version of the driver, which reads PTX of no later NVRTC; None: not known.
     """
     family, own = family_of(capability), ARCHITECTURES.get(capability)
+    found = []
     if family is not None and nvrtc >= family.nvrtc:
-        return Target(family.target)
+        found.append(Target(family.target))
     if own is not None and nvrtc >= _FIRST_NVRTC.get(own, (0, 0)):
-        return Target(own)
+        found.append(Target(own))
     if capability < min(_PLAIN):
-        found = _dotted(capability)
-        why = f"there are kernels for compute capability 8.0 and higher, not for {found}"
-        return Target(None, why)
+        why = "there are kernels for compute capability 8.0 and higher, not for "
+        return [Target(None, why + _dotted(capability))]
     why = f"compute capability {_dotted(capability)} is not known here"
     if family is not None:
         first = min(family.nvrtc, _FIRST_NVRTC.get(own or "", family.nvrtc))
@@ -92,11 +93,11 @@ def target(capability: Version, nvrtc: Version, driver: Version | None = None) -
         )
     lower = [c for c, first in _PLAIN.items() if c <= capability and nvrtc >= first]
     if lower and (driver is None or driver >= nvrtc):
-        return Target("compute_{}{}".format(*lower[-1]), why)
+        found.append(Target("compute_{}{}".format(*lower[-1]), why))
     if lower and lower[-1][0] == capability[0]:  # machine code of one generation runs on its later
-        return Target("sm_{}{}".format(*lower[-1]), why)
+        found.append(Target("sm_{}{}".format(*lower[-1]), why))
     read = f", and a driver of CUDA {_dotted(driver)} reads no newer PTX" if driver else ""
-    return Target(None, why + read)
+    return found or [Target(None, why + read)]
 
 
 def why_no_fp4(capability: Version) -> str | None:

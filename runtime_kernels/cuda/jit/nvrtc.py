@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from q2compile.runtime_kernels.cache_folder import cache_dir, read_whole, write_whole
+from q2compile.runtime_kernels.kernel_states import KNOWN
 
 SOURCES = Path(__file__).parents[1] / "csrc"
 HEADERS = SOURCES / "include"
@@ -53,7 +54,7 @@ def cubin(variant: KernelVariant, architecture: str) -> bytes:
     """The variant's machine code, from the cache or compiled now; PTX for a virtual architecture.
 
     Args:
-        architecture: as limits.target() gives it, like "sm_90a".
+        architecture: as limits.targets() gives it, like "sm_90a".
 
     Raises:
         ImportError: cuda.bindings or NVRTC is not installed.
@@ -85,26 +86,18 @@ def _threads() -> ThreadPoolExecutor:
 
 
 def _made(variant: KernelVariant, architecture: str, path: Path) -> bytes:
-    if path.name in _failed:
-        raise CompileError(_failed[path.name])
+    if path.name in KNOWN.sources:
+        raise CompileError(KNOWN.sources[path.name])
     code = read_whole(path)
     if code is None:
         try:
             code, _ = compile_variant(variant, architecture)
         except CompileError as error:
-            _failed[path.name] = str(error)
+            KNOWN.sources[path.name] = str(error)
             raise
         with suppress(OSError):  # each process compiles for itself then
             write_whole(path, code)
     return code
-
-
-_failed: dict[str, str] = {}  # name of a cubin -> NVRTC's log, which takes seconds to get
-
-
-def forget_failures() -> None:
-    """As in a new process: sources that did not compile are compiled again."""
-    _failed.clear()
 
 
 def compile_variant(

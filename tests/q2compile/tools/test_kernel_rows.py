@@ -120,7 +120,7 @@ def test_a_check_that_traps_does_not_hide_those_after_it(monkeypatch, tmp_path) 
     checks.CHECKER.end_child()  # its results are in a folder that ends with this test
     assert [(r.kernel, r.status, r.why.partition(": ")[0]) for r in found] == [
         ("right", "passed", ""),
-        ("trap", "fault", "the process that ran its self-check was ended by SIGILL"),
+        ("trap", "fault", "the process that ran its self-check was ended by SIGILL, twice"),
         ("raises", "fault", "it failed"),
         ("wrong", "fault", "it failed its self-check on this GPU"),
         ("right too", "passed", ""),

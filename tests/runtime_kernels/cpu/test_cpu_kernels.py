@@ -17,9 +17,10 @@ import pytest
 import torch
 
 import q2compile.runtime_kernels as runtime_kernels
-from q2compile.runtime_kernels.cpu import build, selfcheck
+from q2compile.runtime_kernels.cpu import build
 from q2compile.runtime_kernels.cpu import kernels as ctypes_of
 from q2compile.runtime_kernels.cpu.quantize import UNSUPPORTED
+from q2compile.runtime_kernels.kernel_states import KNOWN
 from q2compile.runtime_kernels.numerics.layout import pack_bits
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SCHEMES, SWIZZLED, get_scheme
 from q2compile.runtime_kernels.numerics.transforms import TRANSFORMS
@@ -293,7 +294,7 @@ def test_serves_all_that_is_not_listed() -> None:
 @pytest.fixture
 def fresh() -> Iterator[None]:
     """Nothing is built or checked, before the test and after it."""
-    selfcheck.forget_cpu_checks()
+    KNOWN.forget()
     made = build.begin, build.why_missing, ctypes_of.entry
     for cached in made:
         cached.cache_clear()

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -13,11 +15,12 @@ from q2compile.runtime_kernels.cuda import check_results, checks, selfcheck, ver
 from q2compile.runtime_kernels.cuda.checked_cases import COLUMNWISE
 from q2compile.runtime_kernels.cuda.jit.launch import LaunchError
 from q2compile.runtime_kernels.registry import KernelWarning
-from tests.support.new_process import forget_checks, forget_failures
+from tests.support.new_process import forget_checks
 from tests.support.pretended_gpu import on_gpu
 
 SCHEME = "nvfp4_ms_eden_pow2"
 REQUEST = selfcheck.request_of("quantize", "cuda", 0, SCHEME, COLUMNWISE)
+OTHER = selfcheck.request_of("quantize", "cuda", 0, "mxfp4_sr", COLUMNWISE)
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +83,7 @@ def test_another_version_is_checked_again(monkeypatch, which) -> None:
 def test_a_rejection_is_kept_with_its_date(monkeypatch) -> None:
     said = "rejected: it failed its self-check on this GPU: 1 of 9 codes differ"
     for ran in (True, False):
-        forget_failures()
+        forget_checks()
         with pytest.warns(KernelWarning, match="1 of 9 codes differ"):
             found, did = of_a_new_process(monkeypatch, answer="1 of 9 codes differ")
         assert did == ran and found is not None and found.startswith(said)
@@ -101,7 +104,6 @@ def test_what_depends_on_the_moment_is_found_again(monkeypatch, error) -> None:
     for times in (1, 2):
         monkeypatch.setattr(selfcheck, "disagreement", disagreement)
         forget_checks()
-        forget_failures()
         with pytest.warns(KernelWarning, match=str(error)):
             assert str(error) in (checks.rejection(REQUEST) or "")
         assert len(ran) == times
@@ -115,9 +117,15 @@ def test_in_a_capture_what_is_kept_needs_no_check(monkeypatch) -> None:
     assert checks.rejection(REQUEST) is None
 
 
-def test_a_folder_that_cannot_be_written(monkeypatch) -> None:
-    monkeypatch.setenv("Q2COMPILE_CACHE_DIR", "/dev/null/nowhere")
+def test_where_nothing_can_be_written_each_process_checks(monkeypatch, tmp_path) -> None:
+    """Neither the cache folder nor the temporary one."""
+
+    def full(*paths):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
     assert [of_a_new_process(monkeypatch) for _ in range(2)] == [(None, True)] * 2
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"reason": null}', '{"reason": 1, "x": 2}'])
@@ -138,19 +146,118 @@ def test_a_kernel_that_changed_is_checked_again(monkeypatch, file) -> None:
     monkeypatch.undo()
 
 
-def test_a_self_check_without_memory_is_done_again(gpu, monkeypatch):
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        MemoryError(),
+        LaunchError("cublasLtMatmul: ALLOC_FAILED (3)"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        getattr(torch, "AcceleratorError", RuntimeError)("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+    ids=lambda error: str(error)[:30],
+)
+def test_a_check_that_lacked_memory_is_no_verdict(gpu, monkeypatch, error):
+    """It runs again at the next call, and the kernel serves then."""
     gpu((12, 0))
-    results = [torch.OutOfMemoryError("CUDA out of memory"), None]
+    results, stored = [error, None], []
 
     def disagreement(*what):
         if error := results.pop(0):
             raise error
 
     monkeypatch.setattr(selfcheck, "disagreement", disagreement)
+    monkeypatch.setattr(check_results, "store", lambda _, result: stored.append(result.reason))
     args = on_gpu(COLUMNWISE, "nvfp4_ms_eden_pow2")
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(type(error)):
         registry.serving("quantize", args)
     assert registry.serving("quantize", args).name == "cuda"
+    assert stored == [None] and registry.left_out() == []
+
+
+def test_only_wrong_numbers_are_held_against_a_kernel_for_good(monkeypatch, tmp_path) -> None:
+    """Any other rejection may have come from the moment, and is forgotten after a day."""
+    monkeypatch.setattr(selfcheck, "disagreement", lambda *what: 1 / 0)
+    forget_checks()
+    with pytest.warns(KernelWarning):
+        assert "ZeroDivisionError" in checks.rejection(REQUEST)
+    now = time.time()
+    for hours, runs in ((0, False), (23, False), (25, True), (-1, True)):
+        monkeypatch.setattr(time, "time", lambda hours=hours: now + 3600 * hours)
+        assert (check_results.stored(REQUEST) is None) == runs
+    monkeypatch.setattr(time, "time", lambda: now)
+    with pytest.warns(KernelWarning):
+        of_a_new_process(monkeypatch, OTHER, answer="1 of 9 codes differ")
+    monkeypatch.setattr(time, "time", lambda: now + 1000 * 24 * 3600)
+    assert check_results.stored(OTHER).differs
+
+
+# ---- strikes and marks ---------------------------------------------------------------------------
+
+
+def test_the_second_strike_within_a_day_rejects(monkeypatch) -> None:
+    """Processes that were at the check together when they were killed give one strike."""
+    now = time.time()
+    assert check_results.strike(REQUEST, "it hung", now - 9) is None
+    assert check_results.strike(REQUEST, "it hung", now - 8) is None  # the neighbor on another GPU
+    assert check_results.stored(REQUEST) is None
+    monkeypatch.setattr(time, "time", lambda: now + 25 * 3600)
+    assert check_results.strike(REQUEST, "it hung", now + 24.9 * 3600) is None
+    monkeypatch.setattr(time, "time", lambda: now + 26 * 3600)
+    found = check_results.strike(REQUEST, "it hung", now + 25.5 * 3600)
+    assert found.reason == "rejected: it hung, twice" and not found.differs
+    assert check_results.stored(REQUEST).reason.startswith(found.reason)
+    (line,) = check_results.forget_rejections()
+    assert line.startswith("kernel 'cuda' of q2::quantize on cuda:0") and "it hung, twice" in line
+    assert check_results.stored(REQUEST) is None
+
+
+def test_strikes_count_in_this_process_where_nothing_can_be_written(monkeypatch) -> None:
+    monkeypatch.setattr(check_results, "_write", lambda *args, **parts: None)
+    assert check_results.strike(REQUEST, "it hung", 1.0) is None
+    assert check_results.strike(REQUEST, "it hung", 2.0, again=True).reason.endswith("twice")
+
+
+MARKED_BY = {
+    # the processes of /proc, and what this process sees of the machine
+    "the same process": ("S", "boot", "pid:[1]", True),
+    "one that was killed and that nobody has reaped": ("Z", "boot", "pid:[1]", False),
+    "one that has ended": (None, "boot", "pid:[1]", False),
+    "one in a container with the same host name": (None, "boot", "pid:[2]", True),
+    "one on another machine with the same host name": (None, "another", "pid:[1]", True),
+}
+
+
+@pytest.mark.parametrize("who", MARKED_BY)
+def test_whose_mark_it_is(monkeypatch, tmp_path, who) -> None:
+    """A process id means nothing in another namespace. Of a process that can't be seen, the age of
+    its mark tells."""
+    state, boot, namespace, alive = MARKED_BY[who]
+    processes = tmp_path / "proc"
+
+    def see(state, boot, namespace) -> None:
+        folder = processes / str(os.getpid())
+        folder.mkdir(parents=True, exist_ok=True)
+        fields = [state or "S", *"0" * 18, "4711"]
+        (folder / "stat").write_text(f"1 (a process) {' '.join(fields)} 0\n")
+        if state is None:
+            (folder / "stat").unlink()
+        (processes / "boot_id").write_text(f"{boot}\n")
+        (processes / "pid").unlink(missing_ok=True)
+        (processes / "pid").symlink_to(namespace)
+
+    for name, path in {"_PROCESSES": "", "_BOOT_ID": "boot_id", "_NAMESPACE": "pid"}.items():
+        monkeypatch.setattr(check_results, name, processes / path)
+    see("S", "boot", "pid:[1]")
+    check_results.mark(REQUEST)
+    see(state, boot, namespace)
+    began = check_results.take_unended(REQUEST)
+    assert (began is None) == alive
+    if alive:
+        now = time.time()
+        monkeypatch.setattr(time, "time", lambda: now + 301)
+        assert check_results.take_unended(REQUEST) == pytest.approx(now, abs=60)
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,8 @@ def test_the_mark_stays_where_the_device_has_failed(monkeypatch, tmp_path) -> No
 def test_a_large_launch_that_crashed_or_hung_does_not_run_again(
     candidate, fresh_compiler, tmp_path, how
 ) -> None:
-    """The next process trains with the right results, and one warning."""
+    """Once it may have been a job that somebody killed, and it runs again. After the second time
+    the next process trains with the right results, and one warning."""
     program = (
         "import os, signal, time, torch\n"
         "from q2compile.runtime_kernels.cuda.gemm import first_launch\n"
@@ -159,14 +160,16 @@ def test_a_large_launch_that_crashed_or_hung_does_not_run_again(
         f"    os.kill(os.getpid(), signal.SIGILL) if {how == 'trap'} else None\n"
         "    time.sleep(600)\n"
     )
-    process = forked.start(program)
-    if how == "hang":  # until somebody ends it
-        while not marks(tmp_path):
-            time.sleep(0.02)
-        os.kill(process.pid, signal.SIGKILL)
     ended = signal.SIGILL if how == "trap" else signal.SIGKILL
-    assert process.wait().returncode == -ended
-    assert marks(tmp_path) == 1
+    asked = first_launch.request("gemm", "large", CPU, 1)
+    for _ in range(2):
+        process = forked.start(program)
+        if how == "hang":  # until somebody ends it
+            while not list(tmp_path.glob(f"*.{process.pid}-*.checking")):
+                time.sleep(0.02)
+            os.kill(process.pid, signal.SIGKILL)
+        assert process.wait().returncode == -ended
+        assert marks(tmp_path) == 1 and check_results.stored(asked) is None
 
     model, x = Mlp(), torch.randn(32, 64)
 
@@ -183,7 +186,47 @@ def test_a_large_launch_that_crashed_or_hung_does_not_run_again(
     assert "kernel 'large' of q2::gemm on cpu is rejected" in said
     assert "its first large launch did not end in an earlier process" in said
     assert ran == [] and marks(tmp_path) == 0
-    assert check_results.stored(first_launch.request("gemm", "large", CPU, 1)).reason
+    assert check_results.stored(asked).reason
+
+
+@pytest.mark.usefixtures("checked_here")
+@pytest.mark.parametrize("fault", [None, "wrong", "dies"])
+@pytest.mark.parametrize("schemes", [("nvfp4_46", "nvfp4_46"), ("mxfp4_rtn", "mxfp4_rtn")])
+def test_after_a_strike_the_check_s_process_runs_the_product_first(
+    candidate, monkeypatch, fault, schemes
+) -> None:
+    """On operands of the same sizes. Checks run here, so that the kernel can be replaced."""
+    ran = []
+
+    def gemm(*args):
+        first = first_launch.begin("gemm", "large", CPU, 1, call=args)
+        ran.append((args[0], first))
+        with first_launch.marked(first):
+            if fault == "dies" and args[0] is not operands[0]:
+                raise AssertionError("no such instruction")
+            out = registry.kernels("gemm")[-1].function(*args)
+            out *= 1.1 if fault == "wrong" else 1
+            if first is not None:
+                factors = [Factor(*args[i : i + 3], get_scheme(args[7])) for i in (0, 3)]
+                first_launch.compare(first, out, *factors, None)
+        return out
+
+    a, b, _ = factors("fprop", schemes)
+    operands = (*a[:3], *b[:3], None, *schemes, torch.bfloat16)
+    candidate("gemm", None, "large", function=gemm)
+    asked = first_launch.request("gemm", "large", CPU, 1)
+    assert check_results.strike(asked, "it hung", time.time()) is None
+    forget_checks()
+    if fault is None:
+        registry.kernels("gemm")[0].function(*operands)
+        (other, first), (own, known) = ran
+        assert other.shape == own.shape and own is operands[0] and not torch.equal(other, own)
+        assert first is not None and known is None and check_results.stored(asked).reason is None
+        return
+    with pytest.warns(KernelWarning), pytest.raises(WrongError):
+        registry.kernels("gemm")[0].function(*operands)
+    assert all(codes is not operands[0] for codes, _ in ran)
+    assert check_results.stored(asked).reason
 
 
 # ---- tiles of large products, in the self-check --------------------------------------------------

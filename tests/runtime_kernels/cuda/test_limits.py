@@ -5,6 +5,9 @@ old and new NVRTC and Triton. Emulation is reported once, with the reason."""
 from __future__ import annotations
 
 import dataclasses
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +23,7 @@ from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import rotate_launc
 from q2compile.runtime_kernels.kernel_states import disable, rejected
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.numerics.transforms import get_transform
+from tests.support.new_process import forget_checks
 from tests.support.pretended_gpu import forget, on_gpu
 
 CUDA_12_8, CUDA_12_9, CUDA_13 = (12, 8), (12, 9), (13, 0)
@@ -43,7 +47,7 @@ TARGETS = [
 
 @pytest.mark.parametrize("capability, version, target", TARGETS)
 def test_what_is_compiled_for_each(capability, version, target) -> None:
-    found = limits.target(capability, version)
+    found = limits.targets(capability, version)[0]
     assert found.name == target
     own = target is not None and not target.startswith("compute_")
     assert (found.why is None) == own
@@ -53,17 +57,63 @@ def test_ptx_only_where_the_driver_reads_it() -> None:
     """A driver reads no PTX of a later NVRTC. Machine code of one generation runs on its later
     GPUs."""
     newer = (13, 2)
-    assert limits.target((8, 8), newer, CUDA_13).name == "sm_80"
-    assert limits.target((8, 8), newer, newer).name == "compute_80"
-    assert limits.target((10, 1), newer, CUDA_13).name == "sm_100"
-    found = limits.target((13, 0), newer, CUDA_13)
+    assert limits.targets((8, 8), newer, CUDA_13)[0].name == "sm_80"
+    assert limits.targets((8, 8), newer, newer)[0].name == "compute_80"
+    assert limits.targets((10, 1), newer, CUDA_13)[0].name == "sm_100"
+    found = limits.targets((13, 0), newer, CUDA_13)[0]
     assert found.name is None
     assert found.why == (
         "compute capability 13.0 is not known here, and a driver of CUDA 13.0 reads no newer PTX"
     )
-    assert limits.target((12, 0), newer, CUDA_13).name == "sm_120f"  # which is machine code
-    why = limits.target((10, 3), CUDA_12_8).why
+    assert limits.targets((12, 0), newer, CUDA_13)[0].name == "sm_120f"  # which is machine code
+    why = limits.targets((10, 3), CUDA_12_8)[0].why
     assert why == "NVRTC 12.8 has no target for compute capability 10.3, NVRTC 12.9 has"
+
+
+REFUSED = {
+    # The GPU, what its driver does not load: what is compiled then.
+    "a driver that refused sm_120 code on a GB10": ((12, 1), ["sm_120f"], "sm_121a"),
+    "no code of the family's": ((10, 0), ["sm_100f", "sm_100a"], "compute_100"),
+    "no PTX either": ((12, 0), ["sm_120f", "sm_120a", "compute_120"], "sm_120"),
+    "nothing": ((10, 0), ["sm_100f", "sm_100a", "compute_100", "sm_100"], None),
+    "nothing is refused": ((12, 0), [], "sm_120f"),
+}
+
+
+@pytest.mark.parametrize("error", [200, 209, 222])
+@pytest.mark.parametrize("case", REFUSED)
+def test_the_next_target_is_tried_where_the_driver_loads_none(
+    gpu, monkeypatch, caplog, case, error
+) -> None:
+    """By loading the smallest kernel. One line says it, and the kernels serve."""
+    capability, refused, target = REFUSED[case]
+    gpu(capability)
+    driver = SimpleNamespace(
+        cuModuleLoadData=lambda code: (error * (code.decode() in refused), code),
+        cuModuleUnload=lambda module: None,
+    )
+    monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=driver))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    monkeypatch.setattr(launch, "_driver_cuda", lambda: CUDA_13)
+    monkeypatch.setattr(nvrtc, "cubin", lambda variant, architecture: architecture.encode())
+    monkeypatch.setattr(selfcheck, "disagreement", lambda *what: None)
+    forget()
+    args = on_gpu(checked_cases.BOTH, "nvfp4_ms_eden_pow2")
+    if target is None:
+        with pytest.warns(RuntimeWarning, match="the driver loads no code for sm_100 "):
+            assert registry.serving("quantize", args).name == "reference"
+        return
+    assert registry.serving("quantize", args).name == "cuda"
+    assert launch.architecture(0) == target
+    said = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert len(said) == len(refused)
+    for name, line in zip(refused, said, strict=True):
+        assert f"cuda:0: the driver loads no code for {name} (error {error})" in line
+    by_arithmetic = not dict(nvrtc.conversions(target))["Q2_HW_FP4"]
+    lines = [text for text in emulated.of_device(0) if "by arithmetic" in text]
+    assert len(lines) == by_arithmetic
+    assert all("the driver loads no code for" in text for text in lines)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +246,7 @@ def test_a_reference_that_serves_a_gpu_is_said_once_with_the_reasons(monkeypatch
     )
     assert [r.getMessage() for r in caplog.records] == [f"q2compile: {said}"]
     assert registry.emulated() == [*usual, said]
-    registry.forget_failures()
+    forget_checks()
     recorded = registry.bound(
         "quantize",
         (torch.ones(16, 32), "nvfp4_46_pow2", "none"),

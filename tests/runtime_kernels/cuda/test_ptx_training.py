@@ -104,7 +104,7 @@ class Checked:
 @pytest.fixture
 def checked(monkeypatch, capability) -> Iterator[Checked]:
     """Generated code is that for a GPU of this compute capability, and its launches are checked."""
-    architecture = limits.target(capability, nvrtc.version()).name
+    architecture = limits.targets(capability, nvrtc.version())[0].name
     check = Checked(emulate(monkeypatch, 10 * capability[0] + capability[1]))
     serve_as_on(monkeypatch, 10 * capability[0] + capability[1])
     monkeypatch.setattr(CallSite, "enqueue", lambda site, given: check.site(site, given))

@@ -24,7 +24,7 @@ from q2compile.runtime_kernels.cuda.quantize import plan, quantizers
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, get_scheme
 from q2compile.runtime_kernels.registry import KernelWarning
 from tests.support import emulation
-from tests.support.new_process import forget_checks, forget_failures
+from tests.support.new_process import forget_checks
 from tests.support.pretended_gpu import on_gpu
 from tests.support.small_model import Mlp, results_of
 from tests.support.swizzled_operands import dequantized, swizzled
@@ -197,9 +197,68 @@ def test_large_products_alone() -> None:
     assert first_launch.needed(8192, 1024, 64) and not first_launch.needed(8192, 1023, 64)
 
 
-def test_without_memory_it_is_compared_the_next_time() -> None:
+@pytest.mark.parametrize("rows", ["of zeros", "of NaN", "of zeros, all but a few"])
+def test_rows_that_show_nothing_are_no_verdict(rows) -> None:
+    """A first large product of zeros, as of masked gradients: 0 equals 0 for any algorithm."""
+    a, b = factors(256, 256, 192)
+    if rows == "of NaN":
+        a.scales.view(torch.uint8).fill_(127)
+    else:
+        a.codes[:] = 0
+    if rows == "of zeros, all but a few":
+        a.codes[:16] = 0x22
+    first_launch.compare(request(1), product(a, b, None, torch.bfloat16), a, b, None)
+    assert not first_launch.known(request(1))
+    out = torch.zeros(256, 256, dtype=torch.bfloat16)
+    out[0, 3] = 1.0
+    if rows != "of NaN":  # a wrong result is one
+        with pytest.raises(WrongError):
+            first_launch.compare(request(1), out, a, b, None)
+
+
+def test_an_algorithm_is_compared_once_for_each_class_of_rows() -> None:
+    """Others met zero rows at M = 3072 alone. Counts that change in every step, as of tokens, have
+    few classes."""
+    classes = {m: first_launch.rows_class(m) for m in range(1, 8193)}
+    assert [m for m in classes if classes[m] == classes[3072]] == [3072]
+    assert classes[2048] != classes[4096] and classes[1000] == classes[1000 + 16]
+    assert len({first_launch.rows_class(m) for m in range(4096, 8192)}) == 13
+
+
+def test_a_gemm_s_check_runs_in_memory_full_of_nan(candidate, monkeypatch) -> None:
+    """An algorithm that multiplies what it finds in its result or workspace by 0. Here a list of
+    blocks is the memory of a device."""
+    memory: list[torch.Tensor] = []
+    reference = registry.kernels("gemm")[-1].function
+
+    def empty(size, stride, dtype):
+        memory.append(torch.zeros(size, dtype=dtype))
+        return memory[-1]
+
+    def adds(*args):
+        right = reference(*args)
+        found = [block.view(right.dtype)[0] for block in memory]
+        return right + 0 * sum(found)
+
+    monkeypatch.setattr(selfcheck, "empty", empty)
+    candidate("gemm", None, function=adds)
+    what = "gemm", "broken", CPU, SCHEME, [(torch.bfloat16, None, False)]
+    assert selfcheck.disagreement(*what) is None and memory == []
+    monkeypatch.setattr(selfcheck, "_reuses_memory", lambda device: True)
+    found = selfcheck.disagreement(*what)
+    assert found is not None and "relative error nan" in found
+    sizes = [block.numel() for block in memory]
+    assert sum(sizes) == 64 << 20 and max(sizes) == 32 << 20 and min(sizes) == 1 << 20
+
+
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: out of memory")],
+    ids=["torch", "driver"],
+)
+def test_without_memory_it_is_compared_the_next_time(error) -> None:
     def finish(*args):
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise error
 
     a, b = factors(16, 16, 32)
     first_launch.compare(request(1), product(a, b, None, torch.bfloat16), a, b, None, finish)
@@ -258,17 +317,15 @@ def test_training_goes_on_without_a_wrong_algorithm(candidate, monkeypatch, wron
             torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2 * b.abs().max().item())
         said = texts(caught, KernelWarning)
         assert len(said) == wrong
+        first = {(p.dtype, p.bias, first_launch.rows_class(p.rows)) for p in ran}
         if wrong:
             assert "kernel 'large' of q2::gemm on cpu is rejected" in said[0]
             assert "its first large result" in said[0]
-            first = {(p.dtype, p.bias) for p in ran}
-            assert first
             assert len(ran) - before == (0 if attempt else len(first))
-        forget_failures()
         forget_checks()  # as in a new process
     assert ran
     kept = list(cache_dir().glob("gemm-*.checked"))
-    assert len(kept) == len({(p.dtype, p.bias) for p in ran})
+    assert len(kept) == len(first)
 
 
 def _other_formats(*args) -> str | None:
