@@ -34,7 +34,7 @@ from torch._inductor.virtualized import OpsValue, V
 from torch.utils._sympy.functions import FloorDiv, Identity, Mod, ModularIndexing, PythonMod
 
 from q2compile.lowering.prologue.indices import COLUMN, ROW, CannotFuse, Index, index_of
-from q2compile.lowering.prologue.shorter_steps import Steps, contracted, shorter
+from q2compile.lowering.prologue.shorter_steps import RecordedSteps, contracted, shorter
 from q2compile.runtime_kernels.cuda.quantize.prologue_expression import (
     KIND_OF,
     OPERATIONS,
@@ -86,7 +86,7 @@ def prologue_of(x: ir.TensorBox, *others: ir.TensorBox) -> Prologue:
         raise CannotFuse(f"the size, {rows} x {cols}, is symbolic")
     if cols % piece:
         raise CannotFuse(f"{cols} columns are not a multiple of {piece}")
-    recorder = _Recorder({ROW: sympy.Integer(rows), COLUMN: sympy.Integer(cols)}, piece)
+    recorder = StepRecorder({ROW: sympy.Integer(rows), COLUMN: sympy.Integer(cols)}, piece)
     with patch.object(ir.FlexibleLayout, "allow_indexing", True), V.set_ops_handler(recorder):
         loaded = [matrix.make_loader()([ROW, COLUMN]) for matrix in (x, *others)]
         roots = [recorder.step_of(value) for value in loaded]
@@ -127,7 +127,7 @@ def _needed(
     for i in reversed(range(len(steps))):
         if i in needed or steps[i][0] == "load":
             needed |= {i, *arguments_of(steps[i])}
-    made, number = Steps(inputs), dict[int, int]()
+    made, number = RecordedSteps(inputs), dict[int, int]()
     for i in sorted(needed):
         number[i] = made.add(renumbered(steps[i], number))
     return tuple(made.steps), tuple(number[result] for result in results)
@@ -180,13 +180,13 @@ class _MaskedLoad(NamedTuple):
     compared: list[sympy.Expr]
 
 
-class _Recorder(DefaultHandler):
+class StepRecorder(DefaultHandler):
     """Records Inductor's ops as steps."""
 
     def __init__(self, ranges: dict, piece: int) -> None:
         self.buffers: list[str] = []
         self.inputs: list[torch.dtype] = []
-        self.made = Steps(self.inputs)
+        self.made = RecordedSteps(self.inputs)
         self._ranges, self._piece = ranges, piece
         self._mask = _StepIndex(-1)
         self._indices: dict[int, sympy.Expr] = {}  # those of steps that are indices

@@ -48,7 +48,7 @@ _SILU_BACKWARD = (
 )
 
 
-class Steps:
+class RecordedSteps:
     """Distinct steps, and the kind of each."""
 
     def __init__(self, inputs: Sequence[torch.dtype]) -> None:
@@ -86,7 +86,7 @@ def contracted(
 
     This applies if nothing else reads a * b.
     """
-    made, number = Steps(inputs), dict[int, int]()
+    made, number = RecordedSteps(inputs), dict[int, int]()
     readers = Counter(arg for step in steps for arg in arguments_of(step))
     for i, step in enumerate(steps):
         name, *args = step

@@ -140,7 +140,7 @@ def mark(request: Request) -> None:
     """Marks that this process runs the check."""
     pid = os.getpid()
     parts = {"where": _where(), "started": _started(pid), "time": time.time()}
-    _write(_marker(request, pid), **parts)
+    write(_marker(request, pid), **parts)
 
 
 def unmark(request: Request, pid: int | None = None) -> None:
@@ -248,10 +248,10 @@ def _age(known: dict[str, Any]) -> float:
 
 def _write_stored(request: Request, **parts: Any) -> None:
     now = {"date": datetime.date.today().isoformat(), "time": time.time()}
-    _write(_path(request), what=request.label, **parts, **now, versions=versions())
+    write(_path(request), what=request.label, **parts, **now, versions=versions())
 
 
-def _write(path: Path, **parts: Any) -> None:
+def write(path: Path, **parts: Any) -> None:
     unfinished = path.with_suffix(f".{os.getpid()}.unfinished")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

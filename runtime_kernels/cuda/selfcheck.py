@@ -210,7 +210,7 @@ def _of_gemm(op: str, name: str, device: torch.device, arguments: tuple) -> str 
         if error.state != UNSUPPORTED:
             raise
         raise UnsupportedForm(*error.args) from error
-    if _reuses_memory(device):
+    if reuses_memory(device):
         leave_nans()
     got = function(*on_device).cpu().float()
     want = select(op, arguments, REFERENCE)(*arguments)
@@ -218,7 +218,7 @@ def _of_gemm(op: str, name: str, device: torch.device, arguments: tuple) -> str 
     return None if off <= GEMM_ERROR[want.dtype] else f"relative error {off:.1e}"
 
 
-def _reuses_memory(device: torch.device) -> bool:
+def reuses_memory(device: torch.device) -> bool:
     """Whether an allocator hands out memory as its last owner left it."""
     return device.type == "cuda"
 

@@ -402,8 +402,8 @@ FAULTS = (
     fault(
         "transposed codes count as half of their elements",
         "q2compile/report/saved_for_backward.py",
-        "(2 if pairs else 1) * _concrete",
-        "_concrete",
+        "(2 if pairs else 1) * concrete",
+        "concrete",
         "q2compile/report",
     ),
     fault(

@@ -141,9 +141,9 @@ def _gemm(
     first = None
     if first_launch.needed(rows, columns, 2 * width):
         of_rows = first_launch.rows_class(rows)
-        call = (*operands, bias, a_scheme, b_scheme, dtype)
-        if mask is not None:
-            call = (*operands, mask, a_scheme, b_scheme, transform, dtype)
+        schemes = a_scheme, b_scheme
+        masked = (mask, *schemes, transform)
+        call = (*operands, *((bias, *schemes) if mask is None else masked), dtype)
         first = first_launch.begin(op, TRITON_FP4, a_codes.device, *variant, of_rows, call=call)
 
     def finish(rows_of_product, picked, begin, end):

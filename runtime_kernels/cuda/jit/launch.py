@@ -237,7 +237,7 @@ def target(index: int) -> limits.Target:
     """
     refused = ""
     capability = torch.cuda.get_device_capability(index)
-    for found in limits.targets(capability, nvrtc.version(), _driver_cuda()):
+    for found in limits.targets(capability, nvrtc.version(), driver_cuda()):
         said = None if found.name is None else _load_error(index, found.name)
         if said is None:
             return found if found.why is None or not refused else found._replace(why=refused)
@@ -276,7 +276,7 @@ def multiplies_codes(index: int) -> bool:
     return limits.family_of(torch.cuda.get_device_capability(index)) is not None
 
 
-def _driver_cuda() -> tuple[int, int] | None:
+def driver_cuda() -> tuple[int, int] | None:
     """The CUDA version of the driver; None where there is none."""
     asked = getattr(torch._C, "_cuda_getDriverVersion", None)
     version = asked() if asked and torch.cuda.is_available() else 0

@@ -95,7 +95,7 @@ def test_the_next_target_is_tried_where_the_driver_loads_none(
     monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=driver))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
-    monkeypatch.setattr(launch, "_driver_cuda", lambda: CUDA_13)
+    monkeypatch.setattr(launch, "driver_cuda", lambda: CUDA_13)
     monkeypatch.setattr(nvrtc, "cubin", lambda variant, architecture: architecture.encode())
     monkeypatch.setattr(selfcheck, "disagreement", lambda *what: None)
     forget()

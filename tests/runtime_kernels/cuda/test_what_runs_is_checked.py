@@ -244,7 +244,7 @@ def test_a_gemm_s_check_runs_in_memory_full_of_nan(candidate, monkeypatch) -> No
     candidate("gemm", None, function=adds)
     what = "gemm", "broken", CPU, SCHEME, [(torch.bfloat16, None, False)]
     assert selfcheck.disagreement(*what) is None and memory == []
-    monkeypatch.setattr(selfcheck, "_reuses_memory", lambda device: True)
+    monkeypatch.setattr(selfcheck, "reuses_memory", lambda device: True)
     found = selfcheck.disagreement(*what)
     assert found is not None and "relative error nan" in found
     sizes = [block.numel() for block in memory]
