@@ -43,11 +43,11 @@ UNSUPPORTED: dict[str, Callable[[QuantizerCall], bool]] = {
     "statistics are computed beside the same call without them": lambda call: call.recorded,
     "rng_offset has 32 bits here": lambda call: not 0 <= call.args["rng_offset"] < 1 << 32,
     "PyTorch's own operations round to e4m3": lambda call: call.scheme.is_tensorwise,
-    "csrc/rules.h has no rule for this rounding": lambda call: (
-        not call.scheme.is_tensorwise and _rounding_of(call.scheme) is None
-    ),
     "a source has codes and scales": lambda call: (
         call.source_scheme is not None and call.source_scheme.dequantized
+    ),
+    "csrc/rules.h has no rule for this rounding": lambda call: (
+        not call.scheme.is_tensorwise and _rounding_of(call.scheme) is None
     ),
 }
 

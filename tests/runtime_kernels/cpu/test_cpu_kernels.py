@@ -284,7 +284,8 @@ def test_serves_all_that_is_not_listed() -> None:
         calls.plain(x, None, None, "fp8"),
         again("nvfp4_46_pow2" + DEQUANTIZED, parts, "nvfp4", "none", 32),
     )
-    for other, reason in zip(left, UNSUPPORTED, strict=True):
+    *reasons, _ = UNSUPPORTED  # the last: no scheme of the table has a rounding without a rule
+    for other, reason in zip(left, reasons, strict=True):
         op, args = other.spec.name, other.positional
         assert serving(op, args).name == REFERENCE
         with pytest.raises(ValueError, match=reason):
