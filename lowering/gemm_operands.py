@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.node import map_arg
 
+from q2compile.graph.nodes import name_of
+from q2compile.graph.served import kernel_of
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
-from q2compile.runtime_kernels.registry import CUDA_BF16, SCALED_MM, serving
+from q2compile.runtime_kernels.registry import CUDA_BF16, SCALED_MM
 
 GEMM = torch.ops.q2.gemm.default
 GROUPED = torch.ops.q2.grouped_gemm.default
@@ -32,14 +33,12 @@ def is_emulated(node: fx.Node) -> bool:
         return False
     if node.target is GROUPED and not all(scheme.has_pow2_scale for scheme in schemes):
         return False
-    args = map_arg(node.args, lambda n: n.meta["val"])
-    op = "gemm" if node.target is GEMM else "grouped_gemm"
-    return serving(op, args).name == CUDA_BF16
+    return kernel_of(name_of(node.target), node.args).name == CUDA_BF16
 
 
 def multiplies_fp8(node: fx.Node) -> bool:
     """True if torch's FP8 GEMM serves a q2.gemm."""
-    return serving("gemm", map_arg(node.args, lambda n: n.meta["val"])).name == SCALED_MM
+    return kernel_of(name_of(node.target), node.args).name == SCALED_MM
 
 
 def is_read(output: fx.Node) -> bool:

@@ -20,14 +20,7 @@ from torch import fx
 
 from q2compile.capture.call import Call
 from q2compile.capture.matmul import Matmul, NotTaken, View
-from q2compile.capture.views import (
-    argument,
-    called,
-    example,
-    is_view_or_cast,
-    transposes,
-    viewed,
-)
+from q2compile.graph.views import argument, called, example, is_view_or_cast, transposes, viewed
 
 _MT: tuple[View, ...] = (("transpose", (-2, -1)),)
 

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from q2compile.capture.node_meta import SITE
-from q2compile.runtime_kernels.ops.launch_groups import ALPHA_FROM, LAUNCH_GROUP
+from q2compile.graph.node_meta import ALPHA_FROM, LAUNCH_GROUP, SITE
 from q2compile.torch_internals.private_names import dtype_abbrs
 
 

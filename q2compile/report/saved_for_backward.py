@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from q2compile.capture.node_meta import SEED_INDEX
-from q2compile.passes.graph_queries import GEMM_OPS, is_q2, producer, q2_nodes
+from q2compile.graph.node_meta import SEED_INDEX
+from q2compile.graph.nodes import GEMM_OPS, is_q2, producer, q2_nodes
+from q2compile.graph.quantizers import quantizer_of
+from q2compile.graph.storages import hint_of
 from q2compile.passes.joint.keep_packed import RECOMPUTE
-from q2compile.passes.memory import concrete
 from q2compile.report.row import Row
-from q2compile.runtime_kernels.ops.table import TRANSPOSE, quantizer_of
+from q2compile.runtime_kernels.ops.table import TRANSPOSE
 
 
 def count_saved(graph: fx.Graph, rows: list[Row]) -> None:
@@ -33,11 +34,11 @@ def count_saved(graph: fx.Graph, rows: list[Row]) -> None:
         if not op or not _quantizes(op):
             continue
         value = node.meta["val"]
-        bytes_of[_seed_index(op)] += concrete(value.numel()) * value.element_size()
+        bytes_of[_seed_index(op)] += hint_of(value.numel(), 0) * value.element_size()
         if node.args[1] == 0:  # the codes stand for the elements of what was quantized
             source = op.args[0].meta["val"]
             pairs = is_q2(op, TRANSPOSE) and source.dtype == torch.uint8  # two codes in each
-            elements_of[_seed_index(op)] += (2 if pairs else 1) * concrete(source.numel())
+            elements_of[_seed_index(op)] += (2 if pairs else 1) * hint_of(source.numel(), 0)
     for row in rows:
         if row.taken and row.seed_index in seed_indices:
             row.saved_bytes, row.saved_elements = (

@@ -31,27 +31,20 @@ from typing import Any
 import torch
 from torch import fx
 
-from q2compile.capture.node_meta import SEED_INDEX
-from q2compile.passes.graph_queries import (
+from q2compile.graph.node_meta import SEED_INDEX
+from q2compile.graph.nodes import (
     GEMM_OPS,
     depending_on_tangents,
     is_q2,
+    named_arguments,
     producer,
     q2_nodes,
     update_outputs,
 )
-from q2compile.passes.verify import named_arguments
+from q2compile.graph.quantizers import quantizer_of, quantizers, set_call
 from q2compile.recipes.recipe import GEMMS, Gemm, Recipe
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
-from q2compile.runtime_kernels.ops.table import (
-    GATHER_ROWS,
-    GROUPED_GEMM,
-    PARTS,
-    TRANSPOSE,
-    quantizer_of,
-    quantizers,
-    set_call,
-)
+from q2compile.runtime_kernels.ops.table import GATHER_ROWS, GROUPED_GEMM, PARTS, TRANSPOSE
 
 Place = tuple[int, str, str]  # seed index of the linear, gemm, operand
 

@@ -323,9 +323,9 @@ FAULTS = (
     # ---- capture, rewrite, recipes, config ----
     fault(
         "any transposition is taken for that of the last two dimensions",
-        "q2compile/capture/views.py",
-        '    return n == 2 or target == "mT"\n',
-        "    return True\n",
+        "q2compile/graph/views.py",
+        "        return {d % n for d in dims} == {n - 2, n - 1}\n",
+        "        return True\n",
         "q2compile/capture",
     ),
     fault(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from q2compile.passes.graph_queries import device_of
+from q2compile.graph.nodes import device_of
 
 
 def anchor_seeds_pass(graph: fx.Graph) -> int:

@@ -8,8 +8,7 @@ import operator
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from q2compile.passes.graph_queries import is_forward_operand
-from q2compile.runtime_kernels.ops.table import quantizers
+from q2compile.graph.quantizers import is_forward_operand, quantizers
 
 RECOMPUTE = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 

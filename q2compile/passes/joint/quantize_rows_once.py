@@ -10,10 +10,17 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from q2compile.passes.graph_queries import depending_on_tangents, is_forward_operand
-from q2compile.passes.joint.gathered_rows import GatheredRows, Zeroed, gathered, hint_of
-from q2compile.passes.new_node import new_constant, new_node, new_size
-from q2compile.runtime_kernels.ops.table import MASK, QuantizerCall, quantizers
+from q2compile.graph.new_node import new_constant, new_node, new_size
+from q2compile.graph.nodes import depending_on_tangents
+from q2compile.graph.quantizers import is_forward_operand, quantizers
+from q2compile.graph.storages import hint_of
+from q2compile.passes.joint.gathered_rows import (
+    GatheredRows,
+    Zeroed,
+    gathered,
+    is_rounding,
+)
+from q2compile.runtime_kernels.ops.table import MASK, QuantizerCall
 
 _aten = torch.ops.aten
 _NOTE = "q2_gathered"  # in a node's meta: what the pass says of it
@@ -56,7 +63,8 @@ def quantize_rows_once_pass(graph: fx.Graph) -> int:
         found = gathered(call.x) if _within_rows(call) else None
         if found is None or not any(output.users for output in node.users):
             continue
-        rows, there = hint_of(found.index.meta["val"].numel()), hint_of(found.source)
+        rows = hint_of(found.index.meta["val"].numel())
+        there = hint_of(found.source.meta["val"].shape[0])
         if rows is None or there is None:
             node.meta[_NOTE] = f"{node.name} is left: its number of rows is not known"
         elif rows < _OFTEN * there:
@@ -160,7 +168,7 @@ class _Rewritten:
         whole = [n for n in chain if n.target is _aten.amax.default and len(n.args) == 1]
         magnitudes = [n for n in chain if n.target is _aten.abs.default]
         casts = len(chain) - len(whole) - len(magnitudes)
-        known = len(whole) == len(magnitudes) == 1 and casts == sum(map(_is_cast, chain))
+        known = len(whole) == len(magnitudes) == 1 and casts == sum(map(is_rounding, chain))
         # A maximum of magnitudes: rows of zeros do not change it.
         if node is not x or not known or not magnitudes[0] < whole[0]:
             return amax
@@ -183,10 +191,6 @@ class _Rewritten:
 
     def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return new_node(self.node, target, *args, **kwargs)
-
-
-def _is_cast(node: fx.Node) -> bool:
-    return node.target in (torch.ops.prims.convert_element_type.default, _aten._to_copy.default)
 
 
 def _erase_unread(graph: fx.Graph, nodes: list[fx.Node]) -> None:

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from q2compile.capture.node_meta import GATHERS, SEED_INDEX, SITE
-from q2compile.passes.graph_queries import GEMM_OPS, VIEWS_AND_CASTS, is_q2
+from q2compile.graph.new_node import new_constant, new_node
+from q2compile.graph.node_meta import GATHERS, SEED_INDEX, SITE
+from q2compile.graph.nodes import GEMM_OPS, is_q2
+from q2compile.graph.quantizers import quantizers
+from q2compile.graph.views import CAST, VIEWS, kind_of
 from q2compile.passes.joint.gathered_weight import GatheredWeight, gather_behind, gathered_weight
-from q2compile.passes.new_node import new_constant, new_node
 from q2compile.runtime_kernels.numerics import shards
-from q2compile.runtime_kernels.ops.table import QuantizerCall, quantizers
+from q2compile.runtime_kernels.ops.table import QuantizerCall
 
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 _NOTE = "q2_shards"  # in a node's meta: why the pass left it
@@ -101,7 +103,7 @@ def _is_weight(quantizer: fx.Node, call: QuantizerCall) -> bool:
 
 
 def _is_input(node: Any) -> bool:
-    while node.target in VIEWS_AND_CASTS:
+    while kind_of(node) & (VIEWS | CAST):
         node = node.args[0]
     return bool(node.op == "placeholder")
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from q2compile.passes.graph_queries import GEMM_OPS, RESHAPES, depending_on_tangents, is_q2
+from q2compile.graph.nodes import GEMM_OPS, depending_on_tangents, is_q2
+from q2compile.graph.views import VIEWS, kind_of
 from q2compile.passes.joint.gathered_rows import zeroes_rows
 
 
@@ -37,6 +38,6 @@ def recompute_mask_pass(graph: fx.Graph) -> int:
 
 
 def _unviewed(node: fx.Node) -> fx.Node:
-    while node.target in RESHAPES:
+    while kind_of(node) & VIEWS:
         node = node.all_input_nodes[0]
     return node

@@ -9,16 +9,10 @@ from typing import Any
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from q2compile.passes.graph_queries import (
-    GEMM_OPS,
-    VIEWS_AND_CASTS,
-    depending_on_tangents,
-    is_forward_operand,
-    is_q2,
-    producer,
-    q2_nodes,
-)
-from q2compile.runtime_kernels.ops.table import TRANSPOSE, quantizer_of
+from q2compile.graph.nodes import GEMM_OPS, depending_on_tangents, is_q2, producer, q2_nodes
+from q2compile.graph.quantizers import is_forward_operand, quantizer_of
+from q2compile.graph.views import CAST, VIEWS, kind_of
+from q2compile.runtime_kernels.ops.table import TRANSPOSE
 
 
 def recompute_weights_pass(graph: fx.Graph) -> int:
@@ -85,7 +79,7 @@ def _chain_to_input(weight: fx.Node) -> list[fx.Node] | None:
         return None
     chain: list[fx.Node] = []
     node: Any = weight.args[0]
-    while isinstance(node, fx.Node) and node.target in VIEWS_AND_CASTS:
+    while isinstance(node, fx.Node) and kind_of(node) & (VIEWS | CAST):
         chain.append(node)
         node = node.args[0]
     return chain if isinstance(node, fx.Node) and node.op == "placeholder" else None

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from q2compile.passes.graph_queries import serves_quantizer
+from q2compile.graph.quantizers import quantizer_of, quantizers, set_call
+from q2compile.graph.served import serves_quantizer
 from q2compile.runtime_kernels.ops.requantize import rounds_by_scales
-from q2compile.runtime_kernels.ops.table import QuantizerCall, quantizer_of, quantizers, set_call
+from q2compile.runtime_kernels.ops.table import QuantizerCall
 from q2compile.runtime_kernels.registry import CUDA
 from q2compile.torch_internals.partitioner import save_instead
 

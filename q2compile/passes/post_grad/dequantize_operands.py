@@ -7,17 +7,12 @@ from typing import Any
 
 from torch import fx
 
-from q2compile.passes.graph_queries import (
-    GEMM_OPS,
-    RESHAPES,
-    is_forward_operand,
-    is_q2,
-    is_served_by,
-    serves_quantizer,
-    update_outputs,
-)
+from q2compile.graph.nodes import GEMM_OPS, is_q2, update_outputs
+from q2compile.graph.quantizers import is_forward_operand, quantizers, set_call
+from q2compile.graph.served import is_served_by, serves_quantizer
+from q2compile.graph.views import VIEWS, kind_of
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED
-from q2compile.runtime_kernels.ops.table import QuantizerCall, quantizers, set_call
+from q2compile.runtime_kernels.ops.table import QuantizerCall
 from q2compile.runtime_kernels.registry import CUDA, CUDA_BF16
 
 _CODES, _SCHEMES = (0, 3), (7, 8)  # arguments of GEMM_OPS, of a and b
@@ -74,9 +69,9 @@ def _may_be_lowered(call: QuantizerCall) -> bool:
 
 
 def _is_large_input(x: Any) -> bool:
-    """Whether x is an input of the graph, or one with other sizes."""
+    """Whether x is an input of the graph, or a view of one."""
     size = x.meta["val"].numel()
-    while x.target in RESHAPES:
+    while kind_of(x) & VIEWS:
         x = x.args[0]
     return x.op == "placeholder" and isinstance(size, int) and size >= _LARGE
 

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from q2compile.passes.memory import Storage, storages
-from q2compile.runtime_kernels.ops.fusing import MAY_FUSE, PAIR, READS_THE_SAME, is_view_or_cast
-from q2compile.runtime_kernels.ops.table import QuantizerCall, quantizer_of, quantizers
+from q2compile.graph.node_meta import MAY_FUSE, PAIR, READS_THE_SAME
+from q2compile.graph.quantizers import quantizer_of, quantizers
+from q2compile.graph.storages import Storage, storages
+from q2compile.graph.views import ELEMENTS, is_pointwise, kind_of
+from q2compile.runtime_kernels.ops.table import QuantizerCall
 
 
 def fuse_rotations_pass(graph: fx.Graph) -> int:
@@ -130,7 +132,7 @@ def _moved_ahead(second: fx.Node, first: fx.Node) -> bool:
 def _is_element_by_element(node: fx.Node) -> bool:
     tags: Any = getattr(node.target, "tags", ())
     draws = torch.Tag.nondeterministic_seeded in tags  # whose order is part of the program
-    return is_view_or_cast(node) or (torch.Tag.pointwise in tags and not draws)
+    return bool(kind_of(node) & ELEMENTS) or (is_pointwise(node) and not draws)
 
 
 def _is_seed(node: fx.Node) -> bool:

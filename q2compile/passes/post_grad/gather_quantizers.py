@@ -10,11 +10,11 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from q2compile.passes.memory import SMALL
+from q2compile.graph.launch_groups import adjacent_quantizers, is_between
+from q2compile.graph.quantizers import quantizer_of
+from q2compile.graph.storages import SMALL
 from q2compile.runtime_kernels.cuda.quantize.grouping import Tail, can_share
 from q2compile.runtime_kernels.cuda.quantize.plan import tail_launch_of_scheme
-from q2compile.runtime_kernels.ops.launch_groups import adjacent_quantizers, is_between
-from q2compile.runtime_kernels.ops.table import quantizer_of
 
 _REACH = 2  # groups: what is made early waits for no more GEMMs than those
 

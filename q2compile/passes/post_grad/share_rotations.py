@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import fx
 
-from q2compile.passes.graph_queries import GEMM_OPS, depending_on_tangents, producer, q2_nodes
-from q2compile.runtime_kernels.ops.table import quantizer_of, set_call
+from q2compile.graph.nodes import GEMM_OPS, depending_on_tangents, producer, q2_nodes
+from q2compile.graph.quantizers import quantizer_of, set_call
 
 
 def share_rotations_pass(graph: fx.Graph) -> int:

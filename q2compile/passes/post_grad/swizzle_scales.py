@@ -9,16 +9,17 @@ from typing import Any
 
 from torch import fx
 
-from q2compile.passes.graph_queries import (
+from q2compile.graph.nodes import (
     depending_on_tangents,
     is_q2,
-    is_served_by,
     name_of,
+    named_arguments,
     update_outputs,
 )
-from q2compile.passes.verify import named_arguments
+from q2compile.graph.quantizers import quantizer_of
+from q2compile.graph.served import is_served_by
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, get_scheme
-from q2compile.runtime_kernels.ops.table import GEMM, TRANSPOSE, quantizer_of
+from q2compile.runtime_kernels.ops.table import GEMM, TRANSPOSE
 from q2compile.runtime_kernels.ops.transpose import of_rows
 from q2compile.runtime_kernels.registry import CUBLASLT_FP4, CUDA, TRITON_FP4, as_written
 
@@ -82,14 +83,14 @@ def _swizzle(nodes: Iterable[fx.Node]) -> int:
         args, scheme = swizzled
         if not all(_served(*reader, scheme) for reader in readers):
             continue
-        op = name_of(node)
+        op = name_of(node.target)
         if not is_served_by(node.target, tuple(args.values()), CUDA):
             continue
         node.args, node.kwargs = as_written(op, args)
         update_outputs(node)
         for reader, output in readers:
             named, _ = _with_swizzled(reader, output, scheme)
-            reader.args, reader.kwargs = as_written(name_of(reader), named)
+            reader.args, reader.kwargs = as_written(name_of(reader.target), named)
         matches += 1
     return matches
 

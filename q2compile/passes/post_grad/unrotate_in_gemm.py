@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from q2compile.passes.graph_queries import is_q2, is_served_by, q2_nodes
-from q2compile.passes.verify import named_arguments
+from q2compile.graph.nodes import is_q2, named_arguments, q2_nodes
+from q2compile.graph.served import is_served_by
 from q2compile.runtime_kernels.ops.table import GEMM, MASKED_UNROTATE
 from q2compile.runtime_kernels.registry import TRITON_FP4
 

@@ -9,6 +9,7 @@ from torch import nn
 from q2compile.compiler.cache_key import source_hash
 from q2compile.compiler.post_grad_passes import PostGradPasses
 from q2compile.config import Config
+from q2compile.graph.quantizers import quantizer_of
 from q2compile.passes import passes_over
 from q2compile.passes.post_grad import pair_directions
 from q2compile.passes.post_grad.merge_seeds import merge_seeds_pass
@@ -16,7 +17,6 @@ from q2compile.passes.post_grad.pair_directions import pair_directions_pass
 from q2compile.passes.post_grad.share_operands import share_operands_pass
 from q2compile.passes.verify import GraphSpecError, check_spec
 from q2compile.report.graph_text import readable
-from q2compile.runtime_kernels.ops.table import quantizer_of
 from tests.support import quantizer_calls as calls
 from tests.support.graph_builder import EDEN, Builder, q2
 

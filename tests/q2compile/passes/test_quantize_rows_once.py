@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from q2compile.passes.graph_queries import op_counts, q2_nodes
+from q2compile.graph.nodes import op_counts, q2_nodes
 from q2compile.passes.joint.quantize_rows_once import quantize_rows_once_pass, rows_once_notes
 from q2compile.passes.verify import check_spec
 from q2compile.recipes.recipe import GEMMS

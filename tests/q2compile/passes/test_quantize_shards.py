@@ -17,8 +17,8 @@ from torch._inductor.lowering import lowerings
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from q2compile.capture.node_meta import GATHERS
-from q2compile.passes.graph_queries import op_counts
+from q2compile.graph.node_meta import GATHERS
+from q2compile.graph.nodes import op_counts
 from q2compile.passes.joint.quantize_shards import quantize_shards_pass, shards_notes
 from q2compile.passes.verify import GraphSpecError, check_spec
 from tests.support.emulation.inductor import INDUCTOR_OPTIONS, emulate, serve_as_on

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import fx
 
-from q2compile.capture.views import transposes
+from q2compile.graph.views import transposes
 
 
 @pytest.mark.parametrize(

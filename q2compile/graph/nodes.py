@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queries of FX graphs that passes share."""
+"""Calls of q2 ops in FX graphs: what they are, their arguments and their outputs."""
 
 from __future__ import annotations
 
@@ -12,25 +12,12 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from q2compile.runtime_kernels.ops.table import (
-    GEMM,
-    GEMM_MASKED_UNROTATE,
-    GROUPED_GEMM,
-    QuantizerCall,
-)
-from q2compile.runtime_kernels.registry import serves, serving
+from q2compile.runtime_kernels.ops.table import GEMM, GEMM_MASKED_UNROTATE, GROUPED_GEMM
+from q2compile.runtime_kernels.registry import bound, parameters
 
 Q2 = "q2"
 # Six arguments are their operands: a's three parts, then b's. The eighth and ninth are schemes.
 GEMM_OPS = (GEMM, GEMM_MASKED_UNROTATE, GROUPED_GEMM)
-_aten, _prims = torch.ops.aten, torch.ops.prims
-# Ops that may stand between a tensor and its quantizer. All are functions of their arguments.
-# A matrix with other sizes.
-RESHAPES = frozenset([_aten.reshape.default, _aten.view.default])
-VIEWS_AND_CASTS = RESHAPES | frozenset(
-    [_aten.permute.default, _aten.t.default]
-    + [_aten._to_copy.default, _prims.convert_element_type.default]
-)
 
 
 def is_q2(node: fx.Node, *names: str) -> bool:
@@ -56,40 +43,27 @@ def device_of(node: fx.Node) -> torch.device:
     return node.meta["val"].device
 
 
-def name_of(node: fx.Node) -> str:
+def name_of(target: Any) -> str:
     """The name of a q2 op, without its namespace."""
-    target: Any = node.target
     return target.name().partition("::")[2]
 
 
-def quantizer_served_by(call: QuantizerCall) -> str:
-    """Name of the kernel that would run a quantizer's call."""
-    return serving(call.spec.name, map_arg(call.positional, lambda n: n.meta["val"])).name
+def values(args: Any) -> Any:
+    """Arguments with the fakes of nodes in the place of these."""
+    return map_arg(args, lambda n: n.meta["val"])
 
 
-def is_served_by(op: Any, args: Any, *names: str) -> bool:
-    """Whether a kernel of one of these names would run ``op``, a q2 OpOverload, on all these
-    arguments."""
-    name = op.name().partition("::")[2]
-    return serves(name, map_arg(args, lambda n: n.meta["val"]), names)
-
-
-def serves_quantizer(call: QuantizerCall, *names: str) -> bool:
-    """The same of a quantizer's call."""
-    return is_served_by(call.spec.overload, call.positional, *names)
-
-
-def is_forward_operand(call: QuantizerCall | None) -> bool:
-    """Whether it makes x or w as fprop multiplies them: of a matrix, rowwise, deterministic."""
-    if call is None or call.source_scheme is not None:
-        return False
-    return not (call.columnwise or call.draws)
+def named_arguments(node: fx.Node) -> dict[str, object]:
+    """All arguments of a q2 op by the names of its schema."""
+    op = name_of(node.target)
+    names = (name for name, _ in parameters(op))
+    return dict(zip(names, bound(op, node.args, node.kwargs), strict=True))
 
 
 def update_outputs(node: fx.Node) -> None:
     """Note what comes out of an op whose arguments have changed, by its fake."""
     target: Any = node.target
-    args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    args, kwargs = values((node.args, node.kwargs))
     node.meta["val"] = target(*args, **kwargs)
     for output in node.users:
         assert output.target is operator.getitem
