@@ -17,10 +17,10 @@ from torch._inductor import ir
 from torch._inductor.lowering import empty_strided, fallback_handler, view
 from torch._inductor.virtualized import V
 
+from q2compile.graph.gemms import is_read
 from q2compile.graph.launch_groups import global_scales
 from q2compile.graph.node_meta import ALPHA_FROM
 from q2compile.graph.nodes import name_of
-from q2compile.lowering.gemm_operands import is_read
 from q2compile.lowering.launch_node import LaunchNode, call_argument
 from q2compile.lowering.member import Member, OpCall
 from q2compile.lowering.state import lowering_state

@@ -85,7 +85,7 @@ MAY_IMPORT = {
     "cost_model": ["graph", "recipes", "runtime_kernels"],
     "recipes": ["runtime_kernels.numerics"],
     "passes": ["graph", "runtime_kernels", "torch_internals"],
-    "graph": ["runtime_kernels.ops", "runtime_kernels.registry", "torch_internals"],
+    "graph": ["runtime_kernels", "torch_internals"],
     "torch_internals": [],
     "errors": [],
     "lowering": ["graph", "runtime_kernels", "torch_internals"],

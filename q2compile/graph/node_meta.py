@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys of q2compile in node.meta."""
 
+from __future__ import annotations
+
+from torch import fx
+
 # Keys in node.meta["custom"], which torch carries through AOTAutograd into both graphs.
 SITE, SEED_INDEX = "q2_site", "q2_salt"
 
@@ -9,6 +13,9 @@ FAILURE = "q2_failure"
 
 # An all-gather's key: seed_index of a matmul -> "gathers codes" or "gathers values: why".
 GATHERS = "q2_gathers"
+
+# A sentence about a node for the record of the pass that wrote it.
+NOTE = "q2_note"
 
 # Set by the pass fuse_rotations, read by the lowerings of the graph:
 # The quantizer may compute its operand (prologue fusion). The value is a list, to which the
@@ -27,3 +34,18 @@ PAIR = "q2_pair"
 LAUNCH_GROUP = "q2_launch_group"
 # A GEMM's key: the group whose tail launch computes alpha, the product of its global scales.
 ALPHA_FROM = "q2_alpha_from"
+
+
+def site_of(node: fx.Node) -> str | None:
+    """The name of the matmul that a node is a part of; None if it is not known."""
+    return node.meta.get("custom", {}).get(SITE)
+
+
+def seed_index_of(node: fx.Node) -> int | None:
+    """The seed index of the matmul that a node is a part of; None if it is not known."""
+    return node.meta.get("custom", {}).get(SEED_INDEX)
+
+
+def pop_notes(graph: fx.Graph) -> list[str]:
+    """The notes that a pass has left in a graph. Each is returned once."""
+    return [node.meta.pop(NOTE) for node in graph.nodes if NOTE in node.meta]

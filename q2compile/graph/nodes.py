@@ -15,8 +15,7 @@ from torch.fx.node import map_arg
 from q2compile.runtime_kernels.ops.table import GEMM, GEMM_MASKED_UNROTATE, GROUPED_GEMM
 from q2compile.runtime_kernels.registry import bound, parameters
 
-Q2 = "q2"
-# Six arguments are their operands: a's three parts, then b's. The eighth and ninth are schemes.
+# Six arguments are their operands: a's three parts, then b's (gemms.py).
 GEMM_OPS = (GEMM, GEMM_MASKED_UNROTATE, GROUPED_GEMM)
 
 
@@ -26,7 +25,7 @@ def is_q2(node: fx.Node, *names: str) -> bool:
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
         return False
     namespace, _, name = target.name().partition("::")
-    return namespace == Q2 and (not names or name in names)
+    return namespace == "q2" and (not names or name in names)
 
 
 def q2_nodes(graph: fx.Graph, *names: str) -> Iterator[fx.Node]:
@@ -75,11 +74,20 @@ def producer(node: fx.Node) -> Any:
     return node.args[0] if node.target is operator.getitem else node
 
 
+def outputs_of(op: fx.Node) -> dict[Any, fx.Node]:
+    """The nodes that are outputs of an op with several, by their number."""
+    return {n.args[1]: n for n in op.users if n.target is operator.getitem}
+
+
+def tangents(graph: fx.Graph) -> list[fx.Node]:
+    """The incoming gradients of a joint or a backward graph."""
+    return [n for n in graph.find_nodes(op="placeholder") if n.name.startswith("tangents")]
+
+
 def depending_on_tangents(graph: fx.Graph) -> set[fx.Node]:
     """The nodes of a joint graph that come after an incoming gradient: the backward."""
-    found: set[fx.Node] = set()
+    found = set(tangents(graph))
     for node in graph.nodes:
-        is_tangent = node.op == "placeholder" and node.name.startswith("tangents")
-        if is_tangent or not found.isdisjoint(node.all_input_nodes):
+        if not found.isdisjoint(node.all_input_nodes):
             found.add(node)
     return found

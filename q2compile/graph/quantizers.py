@@ -8,23 +8,21 @@ set_call(node, call.replace(dbias=torch.bfloat16))
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
-import torch
 from torch import fx
 
+from q2compile.graph.nodes import is_q2, name_of
 from q2compile.runtime_kernels.ops.table import SPECS, QuantizerCall
 from q2compile.runtime_kernels.registry import bound
 
 
 def quantizer_of(node: Any) -> QuantizerCall | None:
     """The call of a graph node; None if it is not a quantizing op."""
-    target = getattr(node, "target", None)
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(node, fx.Node) or not is_q2(node, *SPECS):
         return None
-    name = _names().get(target)
-    return None if name is None else QuantizerCall.of(name, bound(name, node.args, node.kwargs))
+    op = name_of(node.target)
+    return QuantizerCall.of(op, bound(op, node.args, node.kwargs))
 
 
 def quantizers(graph: fx.Graph) -> Iterator[tuple[fx.Node, QuantizerCall]]:
@@ -33,11 +31,6 @@ def quantizers(graph: fx.Graph) -> Iterator[tuple[fx.Node, QuantizerCall]]:
         call = quantizer_of(node)
         if call is not None:
             yield node, call
-
-
-@cache
-def _names() -> dict[torch._ops.OpOverload, str]:
-    return {spec.overload: name for name, spec in SPECS.items()}
 
 
 def set_call(node: fx.Node, call: QuantizerCall) -> None:

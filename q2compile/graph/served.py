@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from q2compile.graph.nodes import name_of, values
+from q2compile.graph.nodes import values
 from q2compile.runtime_kernels.ops.table import QuantizerCall
 from q2compile.runtime_kernels.registry import Kernel, serves, serving
 
@@ -15,12 +15,11 @@ def kernel_of(op: str, args: Any) -> Kernel:
     return serving(op, values(args))
 
 
-def is_served_by(op: Any, args: Any, *names: str) -> bool:
-    """Whether a kernel of one of these names would run ``op``, a q2 OpOverload, on all these
-    arguments."""
-    return serves(name_of(op), values(args), names)
+def is_served_by(op: str, args: Any, *names: str) -> bool:
+    """Whether a kernel of one of these names would run an op on all these arguments."""
+    return serves(op, values(args), names)
 
 
 def serves_quantizer(call: QuantizerCall, *names: str) -> bool:
     """Whether a kernel of one of these names would run a quantizer's call."""
-    return is_served_by(call.spec.overload, call.positional, *names)
+    return is_served_by(call.spec.name, call.positional, *names)

@@ -119,6 +119,13 @@ def viewed(node: fx.Node) -> Any:
     return argument(node, 0, "input", "self", "tensor")
 
 
+def behind(node: Any, kinds: int = VIEWS) -> Any:
+    """The first node that is none of these kinds, on the way from ``node`` to what it views."""
+    while kind_of(node) & kinds:
+        node = node.args[0]
+    return node
+
+
 def is_view_or_cast(node: fx.Node) -> bool:
     """Whether ``node``, of a Dynamo graph, is a tensor of its first argument's elements, or all
     ranks' parts of one. Nothing else is done to a parameter before a matmul that is taken."""

@@ -141,13 +141,7 @@ class Inputs:
 
 def _is_transpose(node: Any) -> bool:
     """Whether a node transposes a matrix."""
-    return (
-        isinstance(node, fx.Node)
-        and is_view_or_cast(node)
-        and isinstance(node.meta.get("example_value"), Tensor)
-        and example(node).ndim == 2
-        and transposes(node)
-    )
+    return isinstance(node, fx.Node) and transposes(node) and example(node).ndim == 2
 
 
 def is_linear(node: fx.Node) -> bool:

@@ -11,7 +11,8 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from q2compile.graph.new_node import new_constant, new_node, new_size
-from q2compile.graph.nodes import depending_on_tangents
+from q2compile.graph.node_meta import NOTE
+from q2compile.graph.nodes import depending_on_tangents, outputs_of
 from q2compile.graph.quantizers import is_forward_operand, quantizers
 from q2compile.graph.storages import hint_of
 from q2compile.passes.joint.gathered_rows import (
@@ -23,7 +24,6 @@ from q2compile.passes.joint.gathered_rows import (
 from q2compile.runtime_kernels.ops.table import MASK, QuantizerCall
 
 _aten = torch.ops.aten
-_NOTE = "q2_gathered"  # in a node's meta: what the pass says of it
 _OFTEN = 2  # rows that are gathered, for one that there is, from which on it pays
 
 
@@ -66,19 +66,14 @@ def quantize_rows_once_pass(graph: fx.Graph) -> int:
         rows = hint_of(found.index.meta["val"].numel())
         there = hint_of(found.source.meta["val"].shape[0])
         if rows is None or there is None:
-            node.meta[_NOTE] = f"{node.name} is left: its number of rows is not known"
+            node.meta[NOTE] = f"{node.name} is left: its number of rows is not known"
         elif rows < _OFTEN * there:
-            node.meta[_NOTE] = f"{node.name} is left: {rows} rows, gathered from {there}"
+            node.meta[NOTE] = f"{node.name} is left: {rows} rows, gathered from {there}"
         else:
             note = f"{there} rows are quantized for the {rows} that are gathered from them"
             _Rewritten(graph, node, call, found).gather(node in backward, note)
             matches += 1
     return matches
-
-
-def rows_once_notes(graph: fx.Graph) -> list[str]:
-    """Notes of the pass about quantizers of gathered rows. Each note is returned once."""
-    return [node.meta.pop(_NOTE) for node in graph.nodes if _NOTE in node.meta]
 
 
 def _within_rows(call: QuantizerCall) -> bool:
@@ -97,7 +92,7 @@ class _Rewritten:
     def gather(self, in_backward: bool, note: str) -> None:
         """In the place of the quantizer one of the source, and a gather before who reads it."""
         node, graph = self.node, self.graph
-        outputs: dict[Any, fx.Node] = {n.args[1]: n for n in node.users}
+        outputs = outputs_of(node)
         with graph.inserting_before(node):
             source, rows = self._source()
             call, amax = self.call, self.call.args["amax"]
@@ -105,7 +100,7 @@ class _Rewritten:
                 amax = self._amax(amax, call.x, source)
             args, kwargs = call.replace(x=source, amax=amax).written()
             made = self._call(node.target, *args, **kwargs)
-            made.meta[_NOTE] = f"{made.name}: {note}"
+            made.meta[NOTE] = f"{made.name}: {note}"
             parts = {i: self._call(operator.getitem, made, i) for i in {0, 1, *outputs}}
         readers = [reader for output in outputs.values() for reader in output.users]
         with graph.inserting_before(min(readers)):

@@ -3,13 +3,19 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from q2compile.graph.nodes import GEMM_OPS, depending_on_tangents, is_q2, producer, q2_nodes
+from q2compile.graph.nodes import (
+    GEMM_OPS,
+    depending_on_tangents,
+    is_q2,
+    outputs_of,
+    producer,
+    q2_nodes,
+)
 from q2compile.graph.quantizers import is_forward_operand, quantizer_of
 from q2compile.graph.views import CAST, VIEWS, kind_of
 from q2compile.runtime_kernels.ops.table import TRANSPOSE
@@ -70,7 +76,7 @@ def packed_weights(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 
 
 def _with_outputs(op: fx.Node) -> list[fx.Node]:
-    return [op, *(n for n in op.users if n.target is operator.getitem)]
+    return [op, *outputs_of(op).values()]
 
 
 def _chain_to_input(weight: fx.Node) -> list[fx.Node] | None:

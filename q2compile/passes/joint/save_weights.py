@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from q2compile.graph.nodes import outputs_of
 from q2compile.graph.quantizers import quantizer_of, quantizers, set_call
 from q2compile.graph.served import serves_quantizer
 from q2compile.runtime_kernels.ops.requantize import rounds_by_scales
@@ -94,7 +95,7 @@ def _known_by_scales(weight: fx.Node, call: QuantizerCall) -> bool:
         return False
     if not like.is_contiguous() or not rounds_by_scales(call.scheme) or call.rotated:
         return False
-    parts: dict[Any, fx.Node] = {output.args[1]: output for output in weight.users}
+    parts = outputs_of(weight)
     readers = {reader for output in weight.users for reader in output.users}
     return bool(readers) and all(
         (recomputed := quantizer_of(reader)) is not None
@@ -118,7 +119,7 @@ def _outputs_of_both(
     recomputed = {node.name: node for node in backward.nodes if node.name in names}
     pairs = []
     for weight in [node for node in forward.nodes if node.name in recomputed]:
-        made = {node.args[1]: node for node in weight.users}
+        made = outputs_of(weight)
         for taken in recomputed[weight.name].users:
             index: Any = taken.args[1]
             pairs.append((made.get(index) or _output(forward, weight, index, taken), taken))

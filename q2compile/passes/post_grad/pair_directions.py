@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from q2compile.graph.nodes import is_q2
+from q2compile.graph.nodes import is_q2, tangents
 from q2compile.graph.quantizers import quantizer_of, quantizers
 from q2compile.graph.served import kernel_of
 from q2compile.graph.storages import SMALL, WORTH_TIME, bytes_of
@@ -72,10 +72,9 @@ def pair_directions_pass(graph: fx.Graph) -> int:
 
 def _most_bytes(graph: fx.Graph) -> float:
     """Bytes of the first gradient, from which on it costs too much memory to be a pair."""
-    inputs = graph.find_nodes(op="placeholder")
-    if not any(node.name.startswith("tangents") for node in inputs):
+    if not tangents(graph):
         return math.inf
-    return max(WORTH_TIME * bytes_of(inputs), SMALL)
+    return max(WORTH_TIME * bytes_of(graph.find_nodes(op="placeholder")), SMALL)
 
 
 def _keys(call: QuantizerCall) -> list[tuple[Any, Any]]:

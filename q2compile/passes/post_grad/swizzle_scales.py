@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,6 +13,7 @@ from q2compile.graph.nodes import (
     is_q2,
     name_of,
     named_arguments,
+    outputs_of,
     update_outputs,
 )
 from q2compile.graph.quantizers import quantizer_of
@@ -76,7 +76,7 @@ def _swizzle(nodes: Iterable[fx.Node]) -> int:
         swizzled = _swizzled(node)
         if swizzled is None:
             continue
-        scales = [u for u in node.users if u.target is operator.getitem and _index(u) % 3 == 1]
+        scales = [output for i, output in outputs_of(node).items() if i % 3 == 1]
         readers = [(reader, output) for output in scales for reader in output.users]
         if not any(is_q2(reader, GEMM) for reader, _ in readers):
             continue
@@ -84,7 +84,7 @@ def _swizzle(nodes: Iterable[fx.Node]) -> int:
         if not all(_served(*reader, scheme) for reader in readers):
             continue
         op = name_of(node.target)
-        if not is_served_by(node.target, tuple(args.values()), CUDA):
+        if not is_served_by(op, tuple(args.values()), CUDA):
             continue
         node.args, node.kwargs = as_written(op, args)
         update_outputs(node)
@@ -112,12 +112,6 @@ def _swizzled(node: fx.Node) -> tuple[dict[str, Any], str] | None:
     return {**args, "swizzled": True}, of_rows(str(args["scheme"]))
 
 
-def _index(output: fx.Node) -> int:
-    index = output.args[1]
-    assert isinstance(index, int)
-    return index
-
-
 def _with_swizzled(
     reader: fx.Node, scales: fx.Node, scheme: str
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -136,4 +130,4 @@ def _with_swizzled(
 
 def _served(reader: fx.Node, scales: fx.Node, scheme: str) -> bool:
     args, kernels = _with_swizzled(reader, scales, scheme)
-    return bool(args) and is_served_by(reader.target, tuple(args.values()), *kernels)
+    return bool(args) and is_served_by(name_of(reader.target), tuple(args.values()), *kernels)
