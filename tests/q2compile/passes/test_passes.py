@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pass runner, each pass alone, and the spec of the graphs."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from expecttest import TestCase
@@ -19,6 +21,7 @@ from q2compile.passes.verify import GraphSpecError, check_spec
 from q2compile.report.graph_text import readable
 from tests.support import quantizer_calls as calls
 from tests.support.graph_builder import EDEN, Builder, q2
+from tests.support.serving import serve_by
 
 
 def dgrad(b, dy, codes, seed_a, seed_b, rng_offsets=(0, 1), transform_b="rht128"):
@@ -288,7 +291,7 @@ def test_rows_of_another_kind_are_no_pair(changed):
 
 def test_no_pair_where_the_reference_would_serve_it(monkeypatch):
     """On a GPU without our kernels Inductor quantizes the rows."""
-    monkeypatch.setattr(pair_directions, "quantizer_served_by", lambda call: "reference")
+    serve_by(monkeypatch, lambda *call: SimpleNamespace(name="reference"))
     assert pair_directions_pass(columns_rotated().graph) == 0
 
 
