@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -77,6 +77,23 @@ def producer(node: fx.Node) -> Any:
 def outputs_of(op: fx.Node) -> dict[Any, fx.Node]:
     """The nodes that are outputs of an op with several, by their number."""
     return {n.args[1]: n for n in op.users if n.target is operator.getitem}
+
+
+def needed_behind(
+    node: fx.Node, end: fx.Node, may_move: Callable[[fx.Node], bool]
+) -> list[fx.Node] | None:
+    """The nodes behind ``end`` that ``node`` is computed from, in order; None if one may not
+    move."""
+    found: set[fx.Node] = set()
+    pending = [node]
+    while pending:
+        for read in pending.pop().all_input_nodes:
+            if end < read and read not in found:
+                if not may_move(read):
+                    return None
+                found.add(read)
+                pending.append(read)
+    return sorted(found)
 
 
 def tangents(graph: fx.Graph) -> list[fx.Node]:

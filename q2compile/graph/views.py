@@ -126,6 +126,15 @@ def behind(node: Any, kinds: int = VIEWS) -> Any:
     return node
 
 
+def readers(node: fx.Node, kinds: int = VIEWS) -> Iterator[fx.Node]:
+    """The nodes that read ``node``, directly or through these kinds."""
+    for user in node.users:
+        if kind_of(user) & kinds:
+            yield from readers(user, kinds)
+        else:
+            yield user
+
+
 def is_view_or_cast(node: fx.Node) -> bool:
     """Whether ``node``, of a Dynamo graph, is a tensor of its first argument's elements, or all
     ranks' parts of one. Nothing else is done to a parameter before a matmul that is taken."""

@@ -13,6 +13,7 @@ from torch import fx
 from q2compile.graph.nodes import outputs_of
 from q2compile.graph.quantizers import quantizer_of, quantizers, set_call
 from q2compile.graph.served import serves_quantizer
+from q2compile.graph.views import CAST, VIEWS, behind
 from q2compile.runtime_kernels.ops.requantize import rounds_by_scales
 from q2compile.runtime_kernels.ops.table import QuantizerCall
 from q2compile.runtime_kernels.registry import CUDA
@@ -87,10 +88,9 @@ def known_by_scales(backward: fx.Graph, names: Collection[str]) -> set[str]:
 
 
 def _known_by_scales(weight: fx.Node, call: QuantizerCall) -> bool:
-    parameter = x = call.x
+    x = call.x
     like = x.meta["val"]
-    while parameter.op != "placeholder":  # through the views and casts of recompute_weights
-        parameter = parameter.args[0]
+    parameter = behind(x, VIEWS | CAST)  # as recompute_weights has found it
     if like.dtype != torch.bfloat16 or parameter.meta["val"].dtype != like.dtype:
         return False
     if not like.is_contiguous() or not rounds_by_scales(call.scheme) or call.rotated:

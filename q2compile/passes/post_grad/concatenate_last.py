@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from q2compile.graph.quantizers import quantizer_of
-from q2compile.graph.views import RESHAPE, kind_of
+from q2compile.graph.views import RESHAPE, readers
 
 _aten = torch.ops.aten
 
@@ -49,9 +49,8 @@ def _is_concatenation(node: Any) -> bool:
 
 def _is_quantized(node: fx.Node) -> bool:
     """By rotating quantizers, and not read otherwise."""
-    return bool(node.users) and all(
-        _is_quantized(user) if kind_of(user) == RESHAPE else _rotates(user) for user in node.users
-    )
+    found = list(readers(node, RESHAPE))
+    return bool(found) and all(map(_rotates, found))
 
 
 def _rotates(node: fx.Node) -> bool:

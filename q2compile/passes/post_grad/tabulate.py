@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
 from q2compile.graph.nodes import q2_nodes
-from q2compile.graph.views import CAST, VIEWS, is_pointwise, kind_of
+from q2compile.graph.views import CAST, VIEWS, is_pointwise, readers
 from q2compile.torch_internals.inductor import in_memory
 
 _aten = torch.ops.aten
@@ -46,7 +45,7 @@ def tabulate_pass(graph: fx.Graph) -> int:
     for node in [n for n in graph.nodes if n.target in _ANGLES]:
         table = _last_of_its_size(node)
         value = table.meta["val"]
-        size, read = _elements(table), sum(map(_elements, _readers(table)))
+        size, read = _elements(table), sum(map(_elements, readers(table, VIEWS | CAST)))
         if value.dtype != torch.float32 or not 0 < _SHARED * size <= read:
             continue
         with graph.inserting_after(table):
@@ -68,15 +67,6 @@ def _last_of_its_size(node: fx.Node) -> fx.Node:
             break
         node = reader
     return node
-
-
-def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """The nodes that compute something from a table."""
-    for reader in node.users:
-        if kind_of(reader) & (VIEWS | CAST):
-            yield from _readers(reader)
-        elif reader.op == "call_function":
-            yield reader
 
 
 def _elements(node: fx.Node) -> int:
