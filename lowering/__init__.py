@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How Inductor lowers q2 ops, from a node of a graph to a line of generated code. May import
-runtime_kernels and torch_internals.
+graph, runtime_kernels and torch_internals.
 
 lowerings.py         the table: the steps that are tried for each op, in order
 state.py             the state of one graph's lowering, shared by all lowerings

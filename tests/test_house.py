@@ -71,7 +71,7 @@ MAY_IMPORT = {
     "compiler": ["config", "graph", "lowering", "passes", "runtime_kernels.kernel_states"]
     + ["runtime_kernels.ops", "runtime_kernels.registry"]
     + ["torch_internals", "weight_cache"],
-    "telemetry": ["capture", "graph", "passes", "recipes", "report.process_lock", "runtime_kernels"]
+    "telemetry": ["capture", "graph", "recipes", "report.process_lock", "runtime_kernels"]
     + ["torch_internals"],
     "telemetry.options": ["recipes.policy"],
     "weight_cache": ["capture", "graph", "linear", "recipes", "report.row"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Passes over FX graphs. May import runtime_kernels and torch_internals.
+"""Passes over FX graphs. May import graph, runtime_kernels and torch_internals.
 
 PASSES lists all of them in the order in which they run. A pass is a function ``xxx_pass(graph) ->
 int`` that changes an FX graph in place and returns how often it matched. One runner
