@@ -326,7 +326,7 @@ FAULTS = (
         "q2compile/graph/views.py",
         "        return {d % n for d in dims} == {n - 2, n - 1}\n",
         "        return True\n",
-        "q2compile/capture",
+        "q2compile/graph",
     ),
     fault(
         "a transposition of x is undone though it never was",
@@ -402,7 +402,7 @@ FAULTS = (
     fault(
         "transposed codes count as half of their elements",
         "q2compile/report/saved_for_backward.py",
-        "(2 if pairs else 1) * concrete",
+        "(2 if pairs else 1) * hint_of",
         "concrete",
         "q2compile/report",
     ),
