@@ -403,7 +403,7 @@ FAULTS = (
         "transposed codes count as half of their elements",
         "q2compile/report/saved_for_backward.py",
         "(2 if pairs else 1) * hint_of",
-        "concrete",
+        "hint_of",
         "q2compile/report",
     ),
     fault(
