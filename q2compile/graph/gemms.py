@@ -56,9 +56,9 @@ def _is_left_unread(output: fx.Node, reader: fx.Node) -> bool:
 def ungathered(gemm: fx.Node, first: int) -> tuple[Any, Any, Any]:
     """The nodes of an operand's codes, scales and global scale; if q2::gather_rows gathered its
     rows, of the matrix before."""
-    codes, scales, global_scale = gemm.args[first : first + 3]
-    gather = gather_of(codes)
-    return (*(gather.args[:2] if gather else (codes, scales)), global_scale)
+    operand: Any = gemm.args[first : first + 3]
+    gather = gather_of(operand[0])
+    return (*gather.args[:2], operand[2]) if gather else operand
 
 
 def gather_of(codes: Any) -> fx.Node | None:

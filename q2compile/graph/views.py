@@ -154,7 +154,7 @@ def transposes(node: fx.Node) -> bool:
         return False
     n = example(node).ndim
     if name == "permute":
-        dims = argument(node, 1, "dims")
+        dims: Any = argument(node, 1, "dims")
         dims = dims if isinstance(dims, list | tuple) else node.args[1:]
         return [d % n for d in dims] == [*range(n - 2), n - 1, n - 2]
     dims = [argument(node, i + 1, f"dim{i}", f"axis{i}") for i in (0, 1)]
