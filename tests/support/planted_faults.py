@@ -323,10 +323,13 @@ FAULTS = (
     # ---- capture, rewrite, recipes, config ----
     fault(
         "any transposition is taken for that of the last two dimensions",
-        "q2compile/capture/views.py",
-        '    return n == 2 or target == "mT"\n',
-        "    return True\n",
-        "q2compile/capture",
+        "q2compile/graph/views.py",
+        "        return {d % n for d in dims} == {n - 2, n - 1}\n",
+        "        return True\n",
+        "q2compile/graph",
+    ),
+    fault(
+        "beta is lost", "q2compile/capture/spellings.py", "!= (1, 1)", "== 0", "q2compile/capture"
     ),
     fault(
         "a transposition of x is undone though it never was",
@@ -402,8 +405,8 @@ FAULTS = (
     fault(
         "transposed codes count as half of their elements",
         "q2compile/report/saved_for_backward.py",
-        "(2 if pairs else 1) * concrete",
-        "concrete",
+        "(2 if pairs else 1) * hint_of",
+        "hint_of",
         "q2compile/report",
     ),
     fault(

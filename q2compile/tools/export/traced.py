@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from q2compile.capture.inline_attention import inline_attention
 from q2compile.capture.matmul import Matmul, NotTaken
 from q2compile.capture.module_names import Names, plain_name, site_name
-from q2compile.capture.views import example
 from q2compile.config import Config
+from q2compile.graph.views import example
 from q2compile.recipes.recipe import Gemm
 from q2compile.report.graph_log import raise_on_missed
 from q2compile.report.model_coverage import Coverage
