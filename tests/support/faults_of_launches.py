@@ -8,6 +8,7 @@ from tests.support.fault import fault
 
 _CUDA = "runtime_kernels/cuda"  # in the packages and in tests/
 _ORDER = f"{_CUDA}/test_ptx_order.py"
+_CUBLASLT, _RULES = f"{_CUDA}/gemm/cublaslt.py", f"{_CUDA}/test_cublaslt_rules.py"
 
 OF_LAUNCHES = (
     # ---- programmatic dependent launch ----
@@ -94,5 +95,62 @@ OF_LAUNCHES = (
         "\n  await_previous_kernel();\n  float factor",
         "\n  float factor",
         _ORDER,
+    ),
+    # ---- cuBLASLt ----
+    fault(
+        "the scales of the two operands change places",
+        _CUBLASLT,
+        "p.set(_A_SCALE, at(b[1]))\n            p.set(_B_SCALE, at(a[1]))",
+        "p.set(_A_SCALE, at(a[1]))\n            p.set(_B_SCALE, at(b[1]))",
+        _RULES,
+    ),
+    fault(
+        "cuBLASLt reads alpha and beta on the host",
+        _CUBLASLT,
+        "(_POINTER_MODE, _POINTERS_ON_DEVICE),",
+        "(_POINTER_MODE, 0),",
+        _RULES,
+    ),
+    fault(
+        "an algorithm is run without its workspace",
+        _CUBLASLT,
+        "size = self._found.workspace",
+        "size = 0",
+        _RULES,
+    ),
+    fault(
+        "a look-up in a capture fails without saying what to do",
+        _CUBLASLT,
+        "            if not torch.cuda.is_current_stream_capturing():\n                raise\n",
+        "            raise\n",
+        _RULES,
+    ),
+    fault(
+        "warming up leaves the look-up to the first call",
+        _CUBLASLT,
+        "product not in _PLANS:",
+        "product in _PLANS:",
+        _RULES,
+    ),
+    fault(
+        "columns are padded to 4, and rows of codes to 4 bytes",
+        f"{_CUDA}/gemm/cublaslt_fp4.py",
+        "_UNIT = 16  #",
+        "_UNIT = 4  #",
+        _RULES,
+    ),
+    fault(
+        "swizzled scales may begin anywhere",
+        f"{_CUDA}/gemm/swizzle.py",
+        "return aligned(scales.flatten())",
+        "return scales.flatten()",
+        _RULES,
+    ),
+    fault(
+        "a bias may begin anywhere",
+        f"{_CUDA}/gemm/cublaslt_fp4.py",
+        "aligned(pad(bias, (0, missing)) if missing else bias.contiguous())",
+        "(pad(bias, (0, missing)) if missing else bias.contiguous())",
+        _RULES,
     ),
 )
