@@ -5,7 +5,6 @@ launches, as they are and with faults in them."""
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 
 import numpy as np
@@ -170,14 +169,12 @@ def test_quantizers_as_they_are(call) -> None:
 @pytest.mark.parametrize("call", ALL)
 def test_overlaps_that_no_kernel_expects(call, on_blackwell, monkeypatch) -> None:
     """All passes of a quantizer may begin early."""
-    early = functools.partial(plan.rotate_launch, overlaps=True)
-    monkeypatch.setattr(plan, "rotate_launch", lambda *args, **k: early(*args, **without(k)))
+    rotate = plan.rotate_launch
+    monkeypatch.setattr(
+        plan, "rotate_launch", lambda *a, **k: rotate(*a, **{**k, "overlaps": True})
+    )
     with pytest.raises(OrderFault, match="rotate_quantize: .* a kernel ahead of the call"):
         calls.launched(call())
-
-
-def without(options: dict) -> dict:
-    return {name: value for name, value in options.items() if name != "overlaps"}
 
 
 @pytest.mark.usefixtures("on_blackwell")
