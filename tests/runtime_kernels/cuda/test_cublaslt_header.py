@@ -50,7 +50,7 @@ CONSTANTS = {
     "CUDA_R_4F_E2M1": cublaslt.E2M1,
     **{STATUS + name: number for number, name in cublaslt._STATUS.items()},
 }
-# Of the fields of Algorithm, in order.
+# The fields of Algorithm, in order.
 ATTRIBUTES = ("ID", "TILE_ID", "SPLITK_NUM", "REDUCTION_SCHEME", "CTA_SWIZZLING", "CUSTOM_OPTION")
 ATTRIBUTES += ("STAGES_ID", "INNER_SHAPE_ID", "CLUSTER_SHAPE_ID")
 CONSTANTS |= {CONFIG + name: number for number, name in enumerate(ATTRIBUTES)}
@@ -62,7 +62,7 @@ FIELDS = {
     "reserved": "reserved",
 }
 RESULT = "cublasLtMatmulHeuristicResult_t"
-# What cublas_api.h includes, and no constant or struct above needs. It is in other packages.
+# Headers of other packages that cublas_api.h includes, and no constant or struct above needs.
 STUBS = {
     "driver_types.h": "typedef void* cudaStream_t;",
     "cuComplex.h": "typedef struct { float x, y; } cuComplex;"

@@ -81,6 +81,6 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
 
 
 def swizzled_by_torch(scales: torch.Tensor, rows: int, height: int) -> torch.Tensor:
-    """What swizzle_scales.cu computes. height: rows of a block."""
+    """Scales as swizzle_scales.cu writes them. height: rows of a block."""
     repeated = scales.view(torch.uint8).repeat_interleave(height, 0)[:rows]
     return swizzle_32x4x4(repeated.view(scales.dtype))

@@ -44,7 +44,7 @@ const char* fake_refusal(void) { return refusal; }
 void fake_capture(int on) { capturing = on; }
 int fake_is_capturing(void) { return capturing; }
 int fake_look_ups(void) { return look_ups; }
-// What the caller has allocated. Other memory may not be touched.
+// The caller has allocated these bytes. Other memory may not be touched.
 void fake_allocated(const void* at, size_t bytes) {
   memory[memories % 64].first = (uintptr_t)at;
   memory[memories++ % 64].end = (uintptr_t)at + bytes;

@@ -23,9 +23,9 @@ class OrderFault(AssertionError):
 
 
 class OrderedLaunch:
-    """What a launch reads and writes in global memory, and what may still run beside it.
+    """A launch in a stream: the bytes that it reads and writes, and what may still run beside it.
 
-    name: of the launch, for messages.
+    name: for messages.
     ahead: the launches that may still run until this one waits; none for a launch without the
         attribute, before which all others end.
     known: False for launches that are not ours: they may read and write anything.
@@ -100,7 +100,7 @@ class OrderedLaunch:
         return None
 
 
-# Whatever was enqueued before a call of ours: it may have written the tensors of the call.
+# Any kernel that was enqueued before a call of ours: it may have written the call's tensors.
 UNKNOWN = OrderedLaunch("a kernel ahead of the call", known=False)
 
 
