@@ -197,7 +197,7 @@ class Plan:
         return usable
 
     def run(self, a: Operand, b: Operand, alpha, bias, out) -> None:
-        p, at = self._parts, _address
+        p, at = self._parts, address
         size = self._found.workspace
         workspace = empty((size,), (1,), torch.uint8) if size else None
         with self._lock:
@@ -228,7 +228,8 @@ def _described(found: _Heuristic) -> Algorithm:
     return Algorithm(*values)
 
 
-def _address(x: torch.Tensor | None) -> ctypes.c_void_p:
+def address(x: torch.Tensor | None) -> ctypes.c_void_p:
+    """The address of a tensor as an argument of cuBLASLt; NULL for None."""
     return ctypes.c_void_p(None if x is None else x.data_ptr())
 
 

@@ -5,6 +5,7 @@ launches, as they are and with faults in them."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -196,14 +197,22 @@ OF_KERNEL = {
     [f for f in OF_LAUNCHES if Path(f.file).name in OF_KERNEL],
     ids=lambda fault: fault.name,
 )
-def test_faults_in_kernels_are_caught(fault: Fault, on_blackwell, monkeypatch) -> None:
-    source, file = nvrtc._source, Path(fault.file).name
-    monkeypatch.setattr(
-        nvrtc, "_source", lambda f: fault.planted(source(f)) if f == file else source(f)
-    )
+def test_faults_in_kernels_are_caught(
+    fault: Fault, on_blackwell, monkeypatch, tmp_path: Path
+) -> None:
+    file, text = Path(fault.file).name, ptx.text
+    planted = tmp_path / file
+    planted.write_text(fault.planted((nvrtc.SOURCES / file).read_text()))
+
+    def changed(variant: nvrtc.KernelVariant, architecture: str) -> str:
+        if variant.file == file:
+            variant = replace(variant, file=str(planted))
+        return text(variant, architecture)
+
+    monkeypatch.setattr(ptx, "text", changed)
     ptx.compiled.cache_clear()
     try:
-        with pytest.raises(OrderFault, match=f"{Path(file).stem}: .* griddepcontrol.wait"):
+        with pytest.raises(OrderFault, match=f"{planted.stem}: .* griddepcontrol.wait"):
             calls.launched(OF_KERNEL[file]())
     finally:
         ptx.compiled.cache_clear()

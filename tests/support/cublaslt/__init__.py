@@ -22,8 +22,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from q2compile.runtime_kernels.cuda.gemm import cublaslt, cublaslt_fp4, swizzle
-from q2compile.runtime_kernels.numerics.swizzle import swizzle_32x4x4
+from q2compile.runtime_kernels.cuda.gemm import cublaslt, cublaslt_fp4
+from tests.support import emulation
 
 SOURCE = Path(__file__).with_name("fake.c")
 _OF_WORKSPACE = 256  # bytes that its address is a multiple of
@@ -66,21 +66,15 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
         first = -bytes_.data_ptr() % _OF_WORKSPACE
         return bytes_[first : first + count].view(dtype).as_strided(size, stride)
 
+    emulation.serve(monkeypatch, "sm_100a")  # for swizzle_scales.cu
     cublaslt.forget_plans()
     monkeypatch.setattr(cublaslt, "library", lambda: library)
     monkeypatch.setattr(cublaslt, "handle", handle)
-    monkeypatch.setattr(cublaslt, "_address", allocated)
+    monkeypatch.setattr(cublaslt, "address", allocated)
     monkeypatch.setattr(cublaslt, "empty", empty)
     monkeypatch.setattr(cublaslt_fp4, "empty", empty)
     monkeypatch.setattr(cublaslt_fp4, "on_device", lambda index: nullcontext())
-    monkeypatch.setattr(swizzle, "_swizzled", swizzled_by_torch)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 99, raising=False)
     capturing = "is_current_stream_capturing"
     monkeypatch.setattr(torch.cuda, capturing, lambda: bool(library.fake_is_capturing()))
     return library
-
-
-def swizzled_by_torch(scales: torch.Tensor, rows: int, height: int) -> torch.Tensor:
-    """Scales as swizzle_scales.cu writes them. height: rows of a block."""
-    repeated = scales.view(torch.uint8).repeat_interleave(height, 0)[:rows]
-    return swizzle_32x4x4(repeated.view(scales.dtype))
