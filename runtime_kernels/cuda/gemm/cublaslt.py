@@ -17,7 +17,8 @@ torch 2.11 to 2.15, ATen/native/cuda/ScaledBlas.cpp and ATen/cuda/CUDABlas.cpp):
 cuBLASLt adds the bias after alpha has scaled the sums. Its matrices are column-major: ours is the
 transpose of one, so its A is our b, its columns are our rows.
 
-The constants are those of cublasLt.h and library_types.h of CUDA 12.8 to 13.1.
+The constants are those of cublasLt.h and library_types.h of CUDA 12.8 to 13.1, and of cuBLAS 13.10:
+tests/runtime_kernels/cuda/test_cublaslt_header.py compares them with an installed cublasLt.h.
 """
 
 import ctypes
