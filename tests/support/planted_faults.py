@@ -27,6 +27,7 @@ from pathlib import Path
 from tests.support.compare_commits import checked_out
 from tests.support.fault import Fault, fault
 from tests.support.faults_of_checks import OF_CHECKS
+from tests.support.faults_of_launches import OF_LAUNCHES
 
 ROOT = Path(__file__).resolve().parents[2]
 _MINUTES = 20  # more than the tests of one fault take
@@ -206,6 +207,7 @@ FAULTS = (
         "runtime_kernels/cuda/test_grouped_launch.py",
     ),
     *OF_CHECKS,
+    *OF_LAUNCHES,
     # ---- lowering ----
     fault(
         "4/6 takes the second scale in a tie",
