@@ -324,11 +324,7 @@ FAULTS = (
     ),
     # ---- capture, rewrite, recipes, config ----
     fault(
-        "any transposition is taken for that of the last two dimensions",
-        "q2compile/graph/views.py",
-        "        return {d % n for d in dims} == {n - 2, n - 1}\n",
-        "        return True\n",
-        "q2compile/graph",
+        "any swap counts", "q2compile/graph/views.py", "} == {n - 2, n - 1}", "}", "q2compile/graph"
     ),
     fault(
         "beta is lost", "q2compile/capture/spellings.py", "!= (1, 1)", "== 0", "q2compile/capture"
