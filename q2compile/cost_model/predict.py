@@ -11,7 +11,8 @@ import torch
 
 from q2compile.cost_model.devices import DATA_SHEETS, Device, reported_devices
 from q2compile.cost_model.step import Step
-from q2compile.cost_model.steps import Layer, bf16_steps, recipe_steps
+from q2compile.cost_model.layer import Layer
+from q2compile.cost_model.prices import bf16_steps, recipe_steps
 from q2compile.recipes.recipe import GEMMS, Recipe
 
 
@@ -80,7 +81,7 @@ def predict(
     None if a symbol has no hint, or the layer has no rows.
 
     cuda_graphs: the host does not launch.  layer: x_users, w_quantized, bias, x_fuses of a
-    `steps.Layer`.
+    `layer.Layer`.
     """
     gemms = list(gemms)
     experts = shape[0] if len(shape) == 4 else 1

@@ -18,7 +18,6 @@ from q2compile.cost_model.devices import (
     Device,
 )
 from q2compile.cost_model.quantizers import Quantizer
-from q2compile.runtime_kernels.cuda.jit.launch import Launch
 
 FUSED, CALL, TORCH, DISPATCHED = "fused", "call", "torch", "dispatched"
 
@@ -27,17 +26,16 @@ FUSED, CALL, TORCH, DISPATCHED = "fused", "call", "torch", "dispatched"
 class Step:
     """A call: one kernel, or a few that belong to one op.
 
+    what         the name of a GEMM, or words
     bits         moved bits, at the share ``reach`` of the bandwidth that others reach
     bits_before  moved by a launch of its own ahead of the others
     flops        at the rate of ``kind``
     elements     that ``quantizer`` works on
     shared_by    how many matmuls share the result
-    tail         the last of the launches, if other steps may share it
     by           who launches, for the time of the host: FUSED into another kernel (with launches
                  behind it), a CALL of ours in generated code, TORCH, or an op that is DISPATCHED
     """
 
-    gemm: str
     what: str
     bits: Any
     flops: Any = 0
@@ -48,7 +46,6 @@ class Step:
     launches: int = 1
     by: str = CALL
     shared_by: int = 1
-    tail: Launch | None = None
     reach: float = 1.0
 
     def seconds(self, device: Device) -> float:

@@ -4,7 +4,8 @@ of each recipe, as on an H200 and as on a Blackwell."""
 
 import pytest
 
-from q2compile.cost_model.steps import Layer, recipe_steps
+from q2compile.cost_model.layer import Layer
+from q2compile.cost_model.prices import recipe_steps
 from q2compile.recipes.recipe import GEMMS
 from q2compile.recipes.resolve import resolve
 from tests.support.launch_counts import BLACKWELL, HOPPER, INNER, OUTER, ROWS, launched
@@ -17,7 +18,14 @@ ALONE = {("mxfp4", HOPPER): 2}
 
 @pytest.mark.parametrize("capability", [HOPPER, BLACKWELL])
 @pytest.mark.parametrize(
-    "recipe, bias", [*((recipe, False) for recipe in RECIPES), ("quartet2", True), ("nvfp4", True)]
+    "recipe, bias",
+    [
+        *((recipe, False) for recipe in RECIPES),
+        ("quartet2", True),
+        ("nvfp4", True),
+        ("mxfp4_2d", True),
+        ("quartet2_fp8", False),
+    ],
 )
 def test_the_model_counts_what_is_generated(recipe, bias, capability) -> None:
     found = launched(recipe, capability, bias=bias)
