@@ -51,8 +51,8 @@ from workloads import (
 from q2compile.cost_model.devices import DATA_SHEETS, H200, Device
 from q2compile.cost_model.layer import Layer
 from q2compile.cost_model.predict import predict
-from q2compile.cost_model.quantizers import counted as instructions_counted
 from q2compile.cost_model.prices import bf16_steps, recipe_steps
+from q2compile.cost_model.quantizers import counted as instructions_counted
 from q2compile.recipes.recipe import GEMMS
 from q2compile.recipes.resolve import resolve
 from q2compile.tools.bench.cases import CASES, OTHERS, step_of

@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -26,7 +25,12 @@ from q2compile.torch_internals.private_names import FakeTensorMode
 # The result of each GEMM.
 RESULT = {"fprop": "y", "dgrad": "x", "wgrad": "w"}
 _OF_OPERANDS = {operands: name for name, operands in GEMMS.items()}
-_MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+# Where their factors are among the arguments.
+_MATMULS: dict[Any, tuple[int, int]] = {
+    torch.ops.aten.mm.default: (0, 1),
+    torch.ops.aten.addmm.default: (1, 2),
+}
+_GPU = torch.device("cuda")
 # T, N, K and experts of the layer that is traced. Its T is of whole chunks, and above the size from
 # which on no chunk is filled up (`linear.autograd.of_rows`).
 _T, _N, _K, _EXPERTS = 1024, 512, 256, 2
@@ -66,16 +70,12 @@ class Layer:
         return 2 * self.t * self.n * self.k
 
 
-@dataclass(frozen=True)
-class TracedGraph:
+class TracedGraph(NamedTuple):
     """A forward or a backward after all passes. roles: "x", "w", "dy" or "y" for each node that
     holds the values or the codes of one."""
 
     graph: fx.Graph
     roles: dict[fx.Node, str]
-
-    def gemm(self, node: fx.Node) -> str:
-        return _gemm_of(node, self.roles)
 
 
 class _Context:
@@ -92,59 +92,50 @@ class _Context:
 @lru_cache(maxsize=256)
 def traced(
     recipe: Recipe, gemms: tuple[str, ...], grouped: bool, bias: bool, cached: bool, emulated: bool
-) -> tuple[TracedGraph, ...]:
+) -> list[TracedGraph]:
     """The forward of a layer, and its backward if one is wanted, after the passes of training or
     of inference. cached: the codes of w are an input."""
-    with assumed_gpu(_HOPPER if emulated else _BLACKWELL), compiling_apart():
-        joint, known = _joint(recipe, gemms, grouped, bias, cached)
-        wanted = PassConditions(recipe.random_forward, False, False, fuse_rotations=False)
+    wanted = PassConditions(recipe.random_forward, False, False, fuse_rotations=False)
+    gpu = assumed_gpu(_HOPPER if emulated else _BLACKWELL)
+    with gpu, compiling_apart(), torch.inference_mode(False):
+        joint, known = _joint(recipe, gemms, grouped, bias, cached and recipe.fprop is not None)
         graphs = [joint]
         if len(gemms) > 1:
             _run_passes("joint", joint.graph, wanted)
-            joint.recompile()
             known |= {node.name: role for node, role in _roles(joint.graph, known).items()}
             graphs = [*MinCut()(joint, [], num_fwd_outputs=1)]
         for module in graphs:
             _run_passes("post_grad", module.graph, wanted)
-        return tuple(TracedGraph(gm.graph, _roles(gm.graph, known)) for gm in graphs)
+        return [TracedGraph(gm.graph, _roles(gm.graph, known)) for gm in graphs]
 
 
 def _joint(
     recipe: Recipe, gemms: tuple[str, ...], grouped: bool, bias: bool, cached: bool
 ) -> tuple[fx.GraphModule, dict[str, str]]:
     """Forward and backward in one graph, as AOTAutograd makes it, and the roles of its inputs."""
-    experts = _EXPERTS if grouped else 1
-    shapes = {"x": (_T, _K), "w": (experts * _N, _K), "dy": (_T, _N)}
+    function: Any = GroupedLinearFunction if grouped else LinearFunction
+    ctx = _Context("dgrad" in gemms, "wgrad" in gemms, bias and "wgrad" in gemms)
+    is_trained, experts = len(gemms) > 1, _EXPERTS if grouped else 1
+
+    def joint(x: Any, w: Any, third: Any, dy: Any, *codes: Any) -> list[torch.Tensor]:
+        y = function.forward(ctx, x, w, third, recipe, 0, *codes)
+        grads = function.backward(ctx, dy) if is_trained else ()
+        return [y, *(grad for grad in grads if grad is not None)]
+
     with FakeTensorMode(), torch.no_grad():
-        inputs = {
-            role: torch.empty(shape, device="cuda", dtype=torch.bfloat16)
-            for role, shape in shapes.items()
-        }
-        third = None
+        shapes = (_T, _K), (experts * _N, _K), (_T, _N), (_N,)
+        x, w, dy, third = (torch.empty(s, device=_GPU, dtype=torch.bfloat16) for s in shapes)
         if grouped:
-            third = torch.empty(experts, device="cuda", dtype=torch.int32)
-        elif bias:
-            third = torch.empty(_N, device="cuda", dtype=torch.bfloat16)
-        is_held = cached and recipe.fprop is not None
-        codes = forward_parts(inputs["w"], recipe.fprop.b) if is_held and recipe.fprop else ()
-        held = {f"w_codes_{i}": part for i, part in enumerate(codes)}
-        dy = {"dy": inputs.pop("dy")} if len(gemms) > 1 else {}
-        given = {**inputs, **({} if third is None else {"third": third}), **held, **dy}
-
-        def joint(*tensors: torch.Tensor) -> list[torch.Tensor]:
-            of = dict(zip(given, tensors, strict=True))
-            function = GroupedLinearFunction if grouped else LinearFunction
-            parts = [of[name] for name in held]
-            ctx: Any = _Context("dgrad" in gemms, "wgrad" in gemms, bias and "wgrad" in gemms)
-            y = function.forward(ctx, of["x"], of["w"], of.get("third"), recipe, 0, *parts)
-            grads = function.backward(ctx, of["dy"]) if dy else ()
-            return [y, *(grad for grad in grads if grad is not None)]
-
-        module = make_fx(joint)(*given.values())
+            third = torch.empty(experts, device=_GPU, dtype=torch.int32)
+        codes = forward_parts(w, recipe.fprop.b) if cached and recipe.fprop else []
+        module = make_fx(joint)(x, w, third if grouped or bias else None, dy, *codes)
     known: dict[str, str] = {}
-    for name, node in zip(given, module.graph.find_nodes(op="placeholder"), strict=True):
-        node.name = node.target = ("tangents_" if name == "dy" else "primals_") + name
-        known[node.name] = name.partition("_")[0]
+    roles = ("x", "w", "bias or ends", "dy", *("w" for _ in codes))
+    for i, (role, node) in enumerate(
+        zip(roles, module.graph.find_nodes(op="placeholder"), strict=True)
+    ):
+        node.name = node.target = f"tangents_{i}" if role == "dy" and is_trained else f"primals_{i}"
+        known[node.name] = role
     return module, known
 
 
@@ -161,7 +152,7 @@ def _roles(graph: fx.Graph, known: dict[str, str]) -> dict[fx.Node, str]:
         if node.op == "placeholder":
             role: str | None = known.get(node.name)
         elif multiplies(node):
-            role = RESULT[_gemm_of(node, roles)]
+            role = RESULT[gemm_of(node, roles)]
         else:
             role = next((roles[read] for read in node.all_input_nodes if read in roles), None)
         if role is not None:
@@ -174,11 +165,8 @@ def multiplies(node: fx.Node) -> bool:
     return is_q2(node, *GEMM_OPS, GROUPED_MM) or node.target in _MATMULS
 
 
-def _gemm_of(node: fx.Node, roles: dict[fx.Node, str]) -> str:
-    factors: Iterable[Any] = node.args[:2]
-    if is_q2(node, *GEMM_OPS):
-        factors = node.args[0], node.args[3]
-    elif node.target is torch.ops.aten.addmm.default:
-        factors = node.args[1:3]
-    a, b = (roles[factor] for factor in factors)
-    return _OF_OPERANDS[a, b]
+def gemm_of(node: fx.Node, roles: dict[fx.Node, str]) -> str:
+    """Which one a GEMM is."""
+    a, b = (0, 3) if is_q2(node, *GEMM_OPS) else _MATMULS.get(node.target, (0, 1))
+    factors: Any = node.args[a], node.args[b]
+    return _OF_OPERANDS[roles[factors[0]], roles[factors[1]]]

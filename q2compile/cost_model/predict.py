@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from q2compile.cost_model.devices import DATA_SHEETS, Device, reported_devices
-from q2compile.cost_model.step import Step
 from q2compile.cost_model.layer import Layer
 from q2compile.cost_model.prices import bf16_steps, recipe_steps
+from q2compile.cost_model.step import Step
 from q2compile.recipes.recipe import GEMMS, Recipe
 
 

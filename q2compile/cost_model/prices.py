@@ -34,7 +34,7 @@ import torch
 from torch import fx
 
 from q2compile.cost_model.devices import TRANSPOSE_REACH
-from q2compile.cost_model.layer import RESULT, Layer, TracedGraph, multiplies, traced
+from q2compile.cost_model.layer import RESULT, Layer, TracedGraph, gemm_of, multiplies, traced
 from q2compile.cost_model.quantizers import (
     BF16,
     HIGH,
@@ -112,7 +112,7 @@ def _behind(group: list[Step], step: Step) -> Step:
 def _others(node: fx.Node, made: TracedGraph, layer: Layer) -> list[Step]:
     """What a node costs that is no quantizer. Casts, views and seeds cost nothing."""
     if multiplies(node):
-        return _product(node, made.gemm(node), layer)
+        return _product(node, gemm_of(node, made.roles), layer)
     role = made.roles.get(node, "")
     if is_q2(node, TRANSPOSE):
         given = named_arguments(node)
@@ -172,10 +172,9 @@ def _product(node: fx.Node, name: str, layer: Layer) -> list[Step]:
 def _fp32_gemm(layer: Layer, name: str, fuses: bool) -> Step:
     """A plain GEMM of operands without their global scales. It writes fp32, which its reader scales
     and rounds. fuses: the reader is Inductor's next kernel, not one more."""
-    plain, result = _plain_gemm(layer, name), layer.elements(RESULT[name])
-    more = HIGH * result * (1 if fuses else 3)  # read as fp32; else also written, and read as bf16
-    bits = plain.bits + HIGH * result
-    return replace(plain, bits=bits, bits_before=more, launches=1 if fuses else 2)
+    plain, bits = _plain_gemm(layer, name), HIGH * layer.elements(RESULT[name])
+    more = bits * (1 if fuses else 3)  # read as fp32; else also written, and read as bf16
+    return replace(plain, bits=plain.bits + bits, bits_before=more, launches=2 - fuses)
 
 
 def _dequantized(layer: Layer, schemes: dict[str, Scheme]) -> list[Step]:

@@ -13,7 +13,7 @@ import q2compile
 from q2compile.capture.module_names import Names
 from q2compile.cost_model import devices
 from q2compile.cost_model.devices import ASSUMPTIONS, DEVICES
-from q2compile.cost_model.layer import Layer
+from q2compile.cost_model.layer import Layer, traced
 from q2compile.cost_model.predict import predict
 from q2compile.cost_model.prices import bf16_steps, recipe_steps
 from q2compile.cost_model.quantizers import Quantizer
@@ -23,6 +23,8 @@ from q2compile.recipes.resolve import resolve
 from q2compile.rewrite import decide
 from q2compile.rewrite.decide import why_left
 from q2compile.rewrite.rewrite_graph import rewrite
+from q2compile.runtime_kernels import kernel_states
+from q2compile.runtime_kernels.cuda import checks
 from tests.support.page_data import data_of
 
 B200, RTX5090 = DEVICES
@@ -206,6 +208,19 @@ def test_a_bias_costs_next_to_nothing_where_the_quantizer_sums():
     more = biased.seconds["b200"] - plain.seconds["b200"]
     bf16s = biased.bf16_seconds["b200"] - plain.bf16_seconds["b200"]
     assert 0 <= more < bf16s / 4
+
+
+def test_a_prediction_does_not_depend_on_this_machine(monkeypatch):
+    """No kernel of a GPU that is assumed is disabled or rejected, and none is checked."""
+    known = {
+        emulated: recipe_steps(QUARTET2, Layer(T, N, K, emulated=emulated), ALL)
+        for emulated in (False, True)
+    }
+    traced.cache_clear()
+    monkeypatch.setattr(checks, "rejection", lambda request: pytest.fail(str(request)))
+    monkeypatch.setitem(kernel_states._DISABLED, "cuda", "a test")
+    for emulated, steps in known.items():
+        assert recipe_steps(QUARTET2, Layer(T, N, K, emulated=emulated), ALL) == steps
 
 
 def test_emulated_gemms_are_bf16s():

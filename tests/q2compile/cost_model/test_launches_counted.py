@@ -11,22 +11,14 @@ from q2compile.recipes.resolve import resolve
 from tests.support.launch_counts import BLACKWELL, HOPPER, INNER, OUTER, ROWS, launched
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
-RECIPES = ("quartet2", "nvfp4", "quartet", "tetrajet2", "mxfp4", "mxfp4_2d")
+RECIPES = ("quartet2", "nvfp4", "quartet", "tetrajet2", "mxfp4", "mxfp4_2d", "quartet2_fp8")
+BIASED = (("quartet2", True), ("nvfp4", True), ("mxfp4_2d", True))
 # Here nothing follows that fuses with the scaling and rounding of mxfp4's fp32 sums, of dx and dw.
 ALONE = {("mxfp4", HOPPER): 2}
 
 
 @pytest.mark.parametrize("capability", [HOPPER, BLACKWELL])
-@pytest.mark.parametrize(
-    "recipe, bias",
-    [
-        *((recipe, False) for recipe in RECIPES),
-        ("quartet2", True),
-        ("nvfp4", True),
-        ("mxfp4_2d", True),
-        ("quartet2_fp8", False),
-    ],
-)
+@pytest.mark.parametrize("recipe, bias", [*((recipe, False) for recipe in RECIPES), *BIASED])
 def test_the_model_counts_what_is_generated(recipe, bias, capability) -> None:
     found = launched(recipe, capability, bias=bias)
     seeds = found["randint"]  # once a graph, however many linears it has
