@@ -37,6 +37,7 @@ from q2compile.cost_model.devices import TRANSPOSE_REACH
 from q2compile.cost_model.layer import RESULT, Layer, TracedGraph, gemm_of, multiplies, traced
 from q2compile.cost_model.quantizers import (
     BF16,
+    GENERATED_INSTRUCTIONS,
     HIGH,
     ROWS_UNROTATED,
     Quantizer,
@@ -216,7 +217,9 @@ def _quantizer(call: QuantizerCall, role: str, layer: Layer) -> Step:
     if role == "x" and layer.x_fuses and _fuses(call):
         launches = 0 if call.scheme.takes_amax else _SPLIT_SCALES_LAUNCHES
         bits = written_bits(scheme) * elements
-        return Step(what, bits, launches=launches, by=FUSED, shared_by=users)
+        fused = GENERATED_INSTRUCTIONS["46" in scheme]
+        how = {"elements": elements, "launches": launches, "shared_by": users}
+        return Step(what, bits, by=FUSED, fused=fused, **how)
     kind = "col" if not call.rowwise else "row" if not call.columnwise else "both"
     if kind == "both" and not call.rotates_rows:
         kind = ROWS_UNROTATED

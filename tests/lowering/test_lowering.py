@@ -14,6 +14,7 @@ from torch.nn.functional import rms_norm, silu
 
 import q2compile
 from q2compile import lowering
+from q2compile.cost_model.quantizers import GENERATED_INSTRUCTIONS
 from q2compile.lowering.inductor_kernels.support import beats_kernels, why_not_lowered
 from q2compile.report import kernel_choice
 from q2compile.runtime_kernels.numerics.schemes import SCHEMES, SWIZZLED, get_scheme
@@ -215,3 +216,23 @@ def test_the_report_names_the_loops(monkeypatch) -> None:
     (row,) = report.to_json()
     assert row["kernels"]["fprop"] == "quantize rowwise: inductor, gemm: cpp"
     kernel_choice.kernels_used.cache_clear()
+
+
+@pytest.mark.parametrize("architecture", GENERATED_INSTRUCTIONS[0])
+def test_instructions_of_the_generated_quantizers(architecture, monkeypatch, tmp_path) -> None:
+    """A thread has 32 elements. The cost model has these counts; another Triton may differ by some
+    percent."""
+    x, capability = torch.zeros(8192, 4096).bfloat16(), int(architecture[3:-1])
+    for scheme, known in zip(("nvfp4_pow2", "nvfp4_46_pow2"), GENERATED_INSTRUCTIONS, strict=True):
+        with monkeypatch.context() as patch:
+            kernels = triton_kernels(
+                patch,
+                capability,
+                lambda x, s=scheme: torch.ops.q2.quantize(
+                    x, scheme=s, rowwise=True, columnwise=False
+                ),
+                x,
+            )
+        code = kernels[0].compiled(capability, tmp_path)
+        found = sum(name != "NOP" for name in code.names) / 32
+        assert found == pytest.approx(known[architecture], rel=0.05)

@@ -423,7 +423,7 @@ FAULTS = (
     fault(
         "the product of global scales costs no launch",
         "q2compile/cost_model/prices.py",
-        "ahead = _ALPHA if first.format == \"nvfp4\" and ALPHA_FROM not in node.meta else 0",
+        'ahead = _ALPHA if first.format == "nvfp4" and ALPHA_FROM not in node.meta else 0',
         "ahead = 0",
         "q2compile/cost_model",
     ),
