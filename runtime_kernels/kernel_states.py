@@ -144,7 +144,7 @@ def assumed_gpu(capability: tuple[int, int]) -> Iterator[None]:
 
 
 def assumed_capability() -> tuple[int, int] | None:
-    """Of the GPU that is assumed; None outside of `assumed_gpu`."""
+    """The compute capability of the GPU that is assumed; None outside of `assumed_gpu`."""
     return _ASSUMED.get()
 
 

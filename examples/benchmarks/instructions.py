@@ -58,8 +58,8 @@ def main_launch(case: Quantizer) -> Launch:
 
 
 def count(case: Quantizer, architecture: str) -> tuple[float, float]:
-    """Of an element: instructions, a product of tensor cores as PRODUCT of them; and the cycles of
-    the fullest pipe."""
+    """Instructions per element, a product of tensor cores as PRODUCT of them; and the cycles of the
+    fullest pipe."""
     variant = main_launch(case).variant
     loop = disassemble.disassemble(nvrtc.cubin(variant, architecture)).hot_loop(RARE)
     cycles: Counter[str] = Counter()

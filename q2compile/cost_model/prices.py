@@ -111,7 +111,7 @@ def _behind(group: list[Step], step: Step) -> Step:
 
 
 def _others(node: fx.Node, made: TracedGraph, layer: Layer) -> list[Step]:
-    """What a node costs that is no quantizer. Casts, views and seeds cost nothing."""
+    """The steps of a node that is no quantizer. Casts, views and seeds cost nothing."""
     if multiplies(node):
         return _product(node, gemm_of(node, made.roles), layer)
     role = made.roles.get(node, "")
@@ -217,7 +217,7 @@ def _quantizer(call: QuantizerCall, role: str, layer: Layer) -> Step:
     if role == "x" and layer.x_fuses and _fuses(call):
         launches = 0 if call.scheme.takes_amax else _SPLIT_SCALES_LAUNCHES
         bits = written_bits(scheme) * elements
-        fused = GENERATED_INSTRUCTIONS["46" in scheme]
+        fused = GENERATED_INSTRUCTIONS[scheme.removesuffix("_pow2")]
         how = {"elements": elements, "launches": launches, "shared_by": users}
         return Step(what, bits, by=FUSED, fused=fused, **how)
     kind = "col" if not call.rowwise else "row" if not call.columnwise else "both"

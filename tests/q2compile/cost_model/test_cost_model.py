@@ -13,7 +13,7 @@ import q2compile
 from q2compile.capture.module_names import Names
 from q2compile.cost_model import devices
 from q2compile.cost_model.devices import ASSUMPTIONS, DEVICES
-from q2compile.cost_model.layer import Layer, traced
+from q2compile.cost_model.layer import Layer
 from q2compile.cost_model.predict import predict
 from q2compile.cost_model.prices import bf16_steps, recipe_steps
 from q2compile.cost_model.quantizers import Quantizer
@@ -23,9 +23,6 @@ from q2compile.recipes.resolve import resolve
 from q2compile.rewrite import decide
 from q2compile.rewrite.decide import why_left
 from q2compile.rewrite.rewrite_graph import rewrite
-from q2compile.runtime_kernels import kernel_states
-from q2compile.runtime_kernels.cuda import checks
-from q2compile.tools.bench.cases import CASES, step_of
 from tests.support.page_data import data_of
 
 B200, RTX5090 = DEVICES
@@ -211,19 +208,6 @@ def test_a_bias_costs_next_to_nothing_where_the_quantizer_sums():
     assert 0 <= more < bf16s / 4
 
 
-def test_a_prediction_does_not_depend_on_this_machine(monkeypatch):
-    """No kernel of a GPU that is assumed is disabled or rejected, and none is checked."""
-    known = {
-        emulated: recipe_steps(QUARTET2, Layer(T, N, K, emulated=emulated), ALL)
-        for emulated in (False, True)
-    }
-    traced.cache_clear()
-    monkeypatch.setattr(checks, "rejection", lambda request: pytest.fail(str(request)))
-    monkeypatch.setitem(kernel_states._DISABLED, "cuda", "a test")
-    for emulated, steps in known.items():
-        assert recipe_steps(QUARTET2, Layer(T, N, K, emulated=emulated), ALL) == steps
-
-
 def test_emulated_gemms_are_bf16s():
     """On an H200: the backward's quantizers write bf16, the forward's codes are dequantized."""
     layer = Layer(T, N, K, emulated=True)
@@ -244,28 +228,6 @@ def test_emulated_gemms_are_bf16s():
     (product,) = [s for s in recipe_steps(resolve("mxfp4"), layer, ALL) if s.what == "dgrad"]
     assert product.bits + product.bits_before == plain["dgrad"].bits + 2 * 16 * T * K
     assert product.launches == 1 and w == N * K
-
-
-def test_what_is_not_known_is_a_range():
-    """On a B200, 8192 x 4096. dy: 23.4 instructions at 0.69 of the issue slots, or 28.5 cycles of
-    the FMA pipe at 0.65. x: 31.8 instructions more in its producer, less what is issued while that
-    reads and writes 16 bits per element, at 0.83 of 8 TB/s."""
-    elements, lanes, launches = 8192 * 4096, 148 * 128 * 1.85e9, 2 * 3.4e-6
-    steps = {s.what: s for s in recipe_steps(QUARTET2, Layer(8192, 4096, 4096), ALL)}
-    dy, x = steps["quantize dy rowwise and columnwise"], steps["quantize x"]
-    dy, x = ([s.seconds(B200, most=most) - launches for most in (False, True)] for s in (dy, x))
-    of_dy = [elements * 23.39 / 0.69 / lanes, elements * 28.48 / 0.65 / lanes]
-    assert dy == pytest.approx(of_dy, rel=0.01)
-    issued, waits = elements * 31.8 / 0.69 / lanes, 2 * 2 * elements / (0.83 * 8e12)
-    assert x == pytest.approx([issued - waits, issued], rel=0.01)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_no_measured_kernel_is_limited_by_its_pipe(name):
-    """At PIPE_SHARE the fullest pipe of an H200 takes no longer than was fitted to what was
-    measured, so that the range of a kernel is one time there."""
-    step = step_of(name, 8192 * 4096)
-    assert step.seconds(devices.H200, most=True) == step.seconds(devices.H200)
 
 
 def speeds(*shape, recipe=QUARTET2, **options):
