@@ -11,10 +11,10 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from q2compile.graph.nodes import GEMM_OPS, is_q2
 from q2compile.linear.autograd import LinearFunction, forward_parts
 from q2compile.linear.experts import GroupedLinearFunction
 from q2compile.passes import PassConditions, passes_over
-from q2compile.passes.graph_queries import GEMM_OPS, is_q2
 from q2compile.recipes.recipe import GEMMS, Recipe
 from q2compile.runtime_kernels.kernel_states import assumed_gpu
 from q2compile.runtime_kernels.ops.table import GROUPED_MM

@@ -45,12 +45,12 @@ from q2compile.cost_model.quantizers import (
     written_bits,
 )
 from q2compile.cost_model.step import DISPATCHED, FUSED, TORCH, Step
+from q2compile.graph.node_meta import ALPHA_FROM, LAUNCH_GROUP
+from q2compile.graph.nodes import GEMM_OPS, is_q2, named_arguments
+from q2compile.graph.quantizers import quantizer_of
 from q2compile.lowering.inductor_kernels.support import beats_kernels, why_not_lowered
-from q2compile.passes.graph_queries import GEMM_OPS, is_q2
-from q2compile.passes.verify import named_arguments
 from q2compile.recipes.recipe import GEMMS, Recipe
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, Scheme, get_scheme
-from q2compile.runtime_kernels.ops.launch_groups import ALPHA_FROM, LAUNCH_GROUP
 from q2compile.runtime_kernels.ops.table import (
     DEQUANTIZE,
     GEMM_MASKED_UNROTATE,
@@ -58,7 +58,6 @@ from q2compile.runtime_kernels.ops.table import (
     REQUANTIZE,
     TRANSPOSE,
     QuantizerCall,
-    quantizer_of,
 )
 
 # Launches of quantizers by Inductor; a test counts them in generated code.
