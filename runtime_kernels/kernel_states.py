@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import NamedTuple
 
 import torch
@@ -127,6 +129,23 @@ class DeviceLostError(RuntimeError):
 
 
 _DISABLED: dict[str, str] = {}  # name -> who disabled it
+_ASSUMED: ContextVar[tuple[int, int] | None] = ContextVar("q2compile_assumed_gpu", default=None)
+
+
+@contextmanager
+def assumed_gpu(capability: tuple[int, int]) -> Iterator[None]:
+    """Kernels answer as on a GPU of this compute capability, which need not be there: all that are
+    made for it work, and none is disabled. For questions only; nothing can be launched."""
+    token = _ASSUMED.set(capability)
+    try:
+        yield
+    finally:
+        _ASSUMED.reset(token)
+
+
+def assumed_capability() -> tuple[int, int] | None:
+    """The compute capability of the GPU that is assumed; None outside of `assumed_gpu`."""
+    return _ASSUMED.get()
 
 
 def disable(names: Iterable[str], who: str) -> None:
@@ -148,7 +167,7 @@ def named_in_environment() -> tuple[str, ...]:
 
 def why_disabled(op: str, name: str) -> Reason | None:
     """None if kernel `name` of an op is not disabled, otherwise by whom."""
-    if not _DISABLED:
+    if not _DISABLED or assumed_capability():
         return None
     who = _DISABLED.get(name) or _DISABLED.get(f"{op}.{name}")
     return who and Reason(f"{DISABLED} by {who}", DISABLED)  # type: ignore[return-value]

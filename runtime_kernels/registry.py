@@ -28,6 +28,7 @@ from q2compile.runtime_kernels.kernel_states import (
     DeviceLostError,
     NotServedError,
     Reason,
+    assumed_capability,
     disable,
     disabled_kernels,
     lacks_memory,
@@ -107,7 +108,7 @@ class Kernel:
 
     def unavailable(self, args: Sequence) -> str | None:
         """The same for arguments on a device of the kernel's type."""
-        failed = KNOWN.calls
+        failed = KNOWN.calls if assumed_capability() is None else {}
         failure = failed.get(_kind(self, args)) if failed else None
         return failure or why_disabled(self.op, self.name) or self.unsupported(*args)
 

@@ -82,7 +82,8 @@ MAY_IMPORT = {
     "failures": ["config", "graph", "torch_internals"],
     "capture": ["graph", "linear.tensor_parallel", "torch_internals"],
     "linear": ["graph", "recipes", "runtime_kernels", "torch_internals"],
-    "cost_model": ["graph", "recipes", "runtime_kernels"],
+    "cost_model": ["graph", "linear", "lowering", "passes", "recipes", "runtime_kernels"]
+    + ["torch_internals"],
     "recipes": ["runtime_kernels.numerics"],
     "passes": ["graph", "runtime_kernels", "torch_internals"],
     "graph": ["runtime_kernels", "torch_internals"],
@@ -427,7 +428,6 @@ NAMES_QUANTIZERS = {
     "q2compile/recipes/option_types.py",  # sources of operands, as in those below
     "q2compile/recipes/recipe.py",
     "q2compile/linear/checks_ahead.py",
-    "q2compile/cost_model/steps.py",
     "q2compile/tools/bench/cases.py",  # names of timings
 }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,19 @@ RARE = ("LDS.U16",)
 # Issue slots of a tensor-core product of 16x16 by 16x8: twice those of 16x8 by 8x8, which an H200's
 # times of `requantize` set to 5 while it multiplied so.
 PRODUCT = 10
+# Pipe, cycles that an instruction takes there at most (an issue slot, of 128 lanes of a
+# multiprocessor, has one), instructions. ptxas schedules packed fp32 at two cycles on 10.x. Whether
+# arithmetic of mixed precision takes one or two, and whether halves share the pipe of fp32, is not
+# known: the most counts. The others have 64, 64, 16 and 32 results a clock on 9.0 by the CUDA C++
+# Programming Guide 13.0, "Arithmetic Instructions".
+PIPES = (
+    ("fma", 1, "FFMA FADD FMUL IMAD HADD2 HMUL2 HFMA2"),
+    ("fma", 2, "FFMA2 FADD2 FMUL2 FHFMA FHADD"),
+    ("alu", 2, "FMNMX FMNMX3 LOP3 SHF IADD3 IADD LEA SEL FSEL PRMT FSETP ISETP VIMNMX VIMNMX3"),
+    ("conversion", 2, "F2FP I2FP"),
+    ("mufu", 8, "MUFU I2F F2I"),
+    ("shared", 4, "LDS STS LDSM SHFL"),
+)
 DIRECTIONS = {"row": (True, False), "col": (False, True), "both": (True, True)}
 DIRECTIONS[ROWS_UNROTATED] = DIRECTIONS["both"]
 
@@ -43,11 +57,16 @@ def main_launch(case: Quantizer) -> Launch:
     return rotate_launch(source, *how, rotates_rows=case.kind != ROWS_UNROTATED)
 
 
-def count(case: Quantizer, architecture: str) -> float:
-    """Instructions an element, a product of tensor cores as PRODUCT of them."""
+def count(case: Quantizer, architecture: str) -> tuple[float, float]:
+    """Instructions per element, a product of tensor cores as PRODUCT of them; and the cycles of the
+    fullest pipe."""
     variant = main_launch(case).variant
     loop = disassemble.disassemble(nvrtc.cubin(variant, architecture)).hot_loop(RARE)
-    return round((sum(loop.values()) + (PRODUCT - 1) * loop["HMMA"]) / ELEMENTS_A_THREAD, 2)
+    cycles: Counter[str] = Counter()
+    for pipe, each, names in PIPES:
+        cycles[pipe] += each * sum(loop[name] for name in names.split())
+    found = sum(loop.values()) + (PRODUCT - 1) * loop["HMMA"], max(cycles.values())
+    return round(found[0] / ELEMENTS_A_THREAD, 2), round(found[1] / ELEMENTS_A_THREAD, 2)
 
 
 def write() -> None:
@@ -56,11 +75,17 @@ def write() -> None:
     architectures = sorted({device.architecture for device in DATA_SHEETS})
     counts: list[dict[str, Any]] = []
     for case in CASES.values():
-        key = {name: getattr(case, name) for name in ("kind", "scheme", "transform")}
+        key: dict[str, Any] = {
+            name: getattr(case, name) for name in ("kind", "scheme", "transform")
+        }
         key["source"] = case.source if case.source == BF16 else get_scheme(case.source).format
-        counts.append({**key, "instructions": {a: count(case, a) for a in architectures}})
+        found = {a: count(case, a) for a in architectures}
+        for i, name in enumerate(("instructions", "fullest_pipe")):
+            key[name] = {a: each[i] for a, each in found.items()}
+        counts.append(key)
     result = {
-        "what": "instructions per element of rotate_quantize.cu's loop over tiles",
+        "what": "per element of rotate_quantize.cu's loop over tiles: instructions, and cycles of "
+        "the fullest pipe",
         "nvrtc": f"{major}.{minor}",
         "date": datetime.date.today().isoformat(),
         "command": "python examples/benchmarks/predicted.py --count",

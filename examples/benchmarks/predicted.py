@@ -48,10 +48,11 @@ from workloads import (
     VOCABULARY_30M,
 )
 
-from q2compile.cost_model.devices import DATA_SHEETS, H200, Device
+from q2compile.cost_model.devices import DATA_SHEETS, H200, PIPE_SHARE, Device
+from q2compile.cost_model.layer import Layer
 from q2compile.cost_model.predict import predict
+from q2compile.cost_model.prices import bf16_steps, recipe_steps
 from q2compile.cost_model.quantizers import counted as instructions_counted
-from q2compile.cost_model.steps import Layer, bf16_steps, recipe_steps
 from q2compile.recipes.recipe import GEMMS
 from q2compile.recipes.resolve import resolve
 from q2compile.tools.bench.cases import CASES, OTHERS, step_of
@@ -257,10 +258,7 @@ def gains(devices: Sequence[Device]) -> str:
     lines = [f"| recipe | {' | '.join(device.name for device in devices)} |"]
     lines.append("|---" * (1 + len(devices)) + "|")
     for recipe in RECIPES:
-        times = (
-            ", ".join(f"{_time(recipe, shape, device):.2f}" for shape in GAINS)
-            for device in devices
-        )
+        times = (", ".join(_time(recipe, shape, device) for shape in GAINS) for device in devices)
         lines.append(f"| `{recipe}` | {' | '.join(times)} |")
     return "\n".join(lines)
 
@@ -282,11 +280,12 @@ def published() -> str:
     )
 
 
-def _time(recipe: str, shape: tuple[int, ...], device: Device) -> float:
-    """Time over BF16's, forward and backward, with x quantized in its producer."""
+def _time(recipe: str, shape: tuple[int, ...], device: Device) -> str:
+    """Time over BF16's, forward and backward, with x quantized in its producer: a range, where
+    something is not known."""
     found = predict(resolve(recipe), shape)
     assert found is not None
-    return 1 / found.speed(device)
+    return "-".join(dict.fromkeys(f"{time:.2f}" for time in found.range_of_time(device)))
 
 
 PAGE = """\
@@ -329,8 +328,10 @@ Instructions were counted with NVRTC {nvrtc} on {counted}.
 
 {rates}
 
-Predicted time over BF16's, forward and backward of one linear. T x N x K is, in this order,
-{shapes}:
+Predicted time over BF16's, forward and backward of one linear with the quantizer of x in what
+computes x. A range is between nothing in the way and all that may be: a quantizer's fullest pipe
+stops at {pipe:.0%} of its cycles, and no instruction of x's quantizer is hidden behind the memory
+accesses of its producer. T x N x K is, in this order, {shapes}:
 
 {gains}
 
@@ -372,6 +373,7 @@ def page(everything: bool = False) -> str:
         nvrtc=counted["nvrtc"],
         counted=counted["date"],
         rates=rates(devices),
+        pipe=PIPE_SHARE,
         shapes=", ".join(" x ".join(map(str, shape)) for shape in GAINS),
         gains=gains(devices),
         published=published() if everything else "",

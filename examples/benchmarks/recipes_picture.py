@@ -30,7 +30,7 @@ from workloads import LLAMA_8B, LLAMA_8B_TOKENS
 
 import q2compile
 from q2compile.cost_model.devices import B200
-from q2compile.cost_model.steps import bf16_steps, recipe_steps
+from q2compile.cost_model.prices import bf16_steps, recipe_steps
 from q2compile.recipes.published import RECIPES
 from q2compile.recipes.recipe import GEMMS
 from q2compile.recipes.resolve import resolve

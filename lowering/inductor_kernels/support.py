@@ -3,7 +3,7 @@
 
 import torch
 
-from q2compile.runtime_kernels.cuda.jit.limits import why_no_fp8
+from q2compile.runtime_kernels.cuda.jit.limits import capability_of, why_no_fp8
 from q2compile.runtime_kernels.ops.table import QuantizerCall
 
 
@@ -35,7 +35,7 @@ def _why_not_tensorwise(device: torch.device, call: QuantizerCall) -> str | None
         return f"the Inductor kernel of {call.scheme.name} takes an amax, and no {call.label}"
     if call.recorded or call.dbias is not None:
         return f"Inductor kernels return no statistics and no dbias, unlike {call.label}"
-    return why_no_fp8(torch.cuda.get_device_capability(device))
+    return why_no_fp8(capability_of(device))
 
 
 def beats_kernels(call: QuantizerCall) -> bool:

@@ -1,2 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost of a linear layer, by data sheet. May import graph, recipes and runtime_kernels."""
+"""The cost of a linear layer, by data sheet. May import graph, linear, lowering, passes, recipes,
+runtime_kernels and torch_internals."""

@@ -23,6 +23,11 @@ TRANSPOSE_REACH = 0.65
 # lower, since 64-bit products take two slots and have a longer latency. Fitted to the rows of
 # kernels.json, at both shapes.
 ISSUE_SHARE, ISSUE_SHARE_OF_RANDOM_BITS = 0.69, 0.63
+# The share of its cycles to which the fullest pipe of a quantizer is filled at least: assumed. At
+# ISSUE_SHARE an H200's fullest pipe is at 0.44, which sets no limit, but the packed arithmetic of
+# 10.x would fill 0.72 to 0.84. So a prediction is a range: the pipe holds nothing up, or it stops
+# at this share. To be fitted to ncu's sm__inst_executed_pipe_* of an H100 or H200.
+PIPE_SHARE = 0.65
 # The constant time of a launch: from the end of one kernel's work to the start of the next one's,
 # with its ramp and its tail. Half of the part of calls of two launches in kernels.json that does
 # not grow with the tensor (7 to 9 us).

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from q2compile.cost_model.devices import DATA_SHEETS, Device, reported_devices
+from q2compile.cost_model.layer import Layer
+from q2compile.cost_model.prices import bf16_steps, recipe_steps
 from q2compile.cost_model.step import Step
-from q2compile.cost_model.steps import Layer, bf16_steps, recipe_steps
 from q2compile.graph.storages import hint_of
 from q2compile.recipes.recipe import GEMMS, Recipe
 
@@ -21,7 +22,8 @@ class Prediction:
     """Bytes and FLOPs of one layer under a recipe, and its time beside BF16's.
 
     flops, bytes: on fp4 tensor cores; ints, or sympy expressions where a size is symbolic
-    seconds, bf16_seconds: of the GPU, by `Device.column`, at the hint of a symbolic size
+    seconds, bf16_seconds: of the GPU, by `Device.column`, at the hint of a symbolic size; at least
+    most_seconds: at most, where something is not known (`Step.seconds`)
     host_seconds, bf16_host_seconds: of the host, likewise; 0 where a CUDA graph launches
     at: {symbol: hint}, the hints used for symbols
     """
@@ -29,6 +31,7 @@ class Prediction:
     flops: Any
     bytes: Any
     seconds: dict[str, float]
+    most_seconds: dict[str, float]
     bf16_seconds: dict[str, float]
     host_seconds: dict[str, float]
     bf16_host_seconds: dict[str, float]
@@ -45,6 +48,11 @@ class Prediction:
         column = device.column
         bf16 = max(self.bf16_seconds[column], self.bf16_host_seconds[column])
         return bf16, max(self.seconds[column], self.host_seconds[column])
+
+    def range_of_time(self, device: Device) -> tuple[float, float]:
+        """The time over BF16's, at least and at most."""
+        bf16, own = self.times(device)
+        return own / bf16, max(own, self.most_seconds[device.column]) / bf16
 
     def plain(self) -> tuple[int | str, int | str, dict[str, dict[str, float]]]:
         """FLOPs, bytes and times for a `report.Row`; text where a size is symbolic."""
@@ -81,7 +89,7 @@ def predict(
     None if a symbol has no hint, or the layer has no rows.
 
     cuda_graphs: the host does not launch.  layer: x_users, w_quantized, bias, x_fuses of a
-    `steps.Layer`.
+    `layer.Layer`.
     """
     gemms = list(gemms)
     experts = shape[0] if len(shape) == 4 else 1
@@ -103,6 +111,7 @@ def predict(
         flops=sum(s.flops for s in steps),
         bytes=sum((s.bits + s.bits_before) / s.shared_by for s in steps) / 8,
         seconds=_gpu(own),
+        most_seconds=_gpu(own, most=True),
         bf16_seconds=_gpu(bf16),
         host_seconds=_host(own, cuda_graphs),
         bf16_host_seconds=_host(bf16, cuda_graphs),
@@ -110,8 +119,8 @@ def predict(
     )
 
 
-def _gpu(steps: dict[Device, list[Step]]) -> dict[str, float]:
-    return {d.column: sum(s.seconds(d) for s in own) for d, own in steps.items()}
+def _gpu(steps: dict[Device, list[Step]], *, most: bool = False) -> dict[str, float]:
+    return {d.column: sum(s.seconds(d, most=most) for s in own) for d, own in steps.items()}
 
 
 def _host(steps: dict[Device, list[Step]], cuda_graphs: bool) -> dict[str, float]:

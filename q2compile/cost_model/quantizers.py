@@ -27,6 +27,13 @@ ROWS_UNROTATED = "both, rows unrotated"
 # exchanges between lanes, also those that kernels without dbias save in chunks of 128 (tile.cuh,
 # kSwaps). tests/runtime_kernels/cuda/test_dbias_static.py counts them.
 DBIAS_INSTRUCTIONS = {"sm_90a": 3.6, "sm_100a": 1.4, "sm_120a": 1.8}
+# Instructions per element of the quantizers that Inductor generates (torch 2.13, Triton 3.6).
+# tests/lowering/test_lowering.py counts them.
+GENERATED_INSTRUCTIONS = {
+    "nvfp4": {"sm_90a": 18.8, "sm_100a": 15.8, "sm_120a": 16.1},
+    "nvfp4_46": {"sm_90a": 31.8, "sm_100a": 31.8, "sm_120a": 32.2},
+    "nvfp4_search": {"sm_90a": 85.2, "sm_100a": 79.2, "sm_120a": 79.5},
+}
 _PARTIAL_SUM_BITS = Fraction(2 * 32, 128)  # bits per element of partial sums, written and read
 _ROOM = 228 * 1024  # any value: shared memory does not change the number of launches
 
@@ -105,14 +112,21 @@ class Quantizer:
 
         Schemes with an exact global scale use the counts of their power-of-two variant, which
         differ by less than a twentieth. Swizzled scales change nothing."""
+        found = self._counted("instructions").get(architecture, 0.0)
+        return found and found + self.dbias * DBIAS_INSTRUCTIONS[architecture]
+
+    def pipe_cycles(self, architecture: str) -> float:
+        """Cycles per element of the fullest pipe, at most; 0 if they were not counted. dbias adds
+        to the FMA pipe."""
+        found = self._counted("fullest_pipe").get(architecture, 0.0)
+        return found and found + self.dbias * DBIAS_INSTRUCTIONS[architecture]
+
+    def _counted(self, what: str) -> dict[str, float]:
         spec = self.spec
         scheme = spec.with_form(spec.form if spec.dequantized else "").name
         source = self.source if self.source == BF16 else get_scheme(self.source).format
-        for name in (scheme, _pow2(scheme)):
-            key = self.kind, name, self.transform, source
-            if key in counted() and architecture in counted()[key]:
-                return counted()[key][architecture] + self.dbias * DBIAS_INSTRUCTIONS[architecture]
-        return 0.0
+        keys = ((self.kind, name, self.transform, source) for name in (scheme, _pow2(scheme)))
+        return next((counted(what)[key] for key in keys if key in counted(what)), {})
 
 
 @functools.cache
@@ -136,10 +150,11 @@ def _pow2(scheme: str) -> str:
 
 
 @functools.cache
-def counted() -> dict[tuple[str, str, str, str], dict[str, float]]:
-    """(kind, scheme, transform, format of the source) -> architecture -> instructions."""
+def counted(what: str = "instructions") -> dict[tuple[str, str, str, str], dict[str, float]]:
+    """(kind, scheme, transform, format of the source) -> architecture -> instructions, or cycles of
+    the "fullest_pipe"."""
     text = resources.files(__package__).joinpath("instructions.json").read_text(encoding="utf-8")
     return {
-        (row["kind"], row["scheme"], row["transform"], row["source"]): row["instructions"]
+        (row["kind"], row["scheme"], row["transform"], row["source"]): row[what]
         for row in json.loads(text)["counts"]
     }

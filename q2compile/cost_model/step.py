@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from q2compile.cost_model.devices import (
@@ -15,10 +16,10 @@ from q2compile.cost_model.devices import (
     ISSUE_SHARE_OF_RANDOM_BITS,
     LAUNCH_SECONDS,
     MEMORY_SHARE,
+    PIPE_SHARE,
     Device,
 )
-from q2compile.cost_model.quantizers import Quantizer
-from q2compile.runtime_kernels.cuda.jit.launch import Launch
+from q2compile.cost_model.quantizers import HIGH, Quantizer
 
 FUSED, CALL, TORCH, DISPATCHED = "fused", "call", "torch", "dispatched"
 
@@ -27,17 +28,17 @@ FUSED, CALL, TORCH, DISPATCHED = "fused", "call", "torch", "dispatched"
 class Step:
     """A call: one kernel, or a few that belong to one op.
 
+    what         the name of a GEMM, or words
     bits         moved bits, at the share ``reach`` of the bandwidth that others reach
     bits_before  moved by a launch of its own ahead of the others
     flops        at the rate of ``kind``
     elements     that ``quantizer`` works on
+    fused        instructions per element that are added to the producer of x, by architecture
     shared_by    how many matmuls share the result
-    tail         the last of the launches, if other steps may share it
     by           who launches, for the time of the host: FUSED into another kernel (with launches
                  behind it), a CALL of ours in generated code, TORCH, or an op that is DISPATCHED
     """
 
-    gemm: str
     what: str
     bits: Any
     flops: Any = 0
@@ -48,11 +49,15 @@ class Step:
     launches: int = 1
     by: str = CALL
     shared_by: int = 1
-    tail: Launch | None = None
     reach: float = 1.0
+    fused: Mapping[str, float] = field(default_factory=dict)
 
-    def seconds(self, device: Device) -> float:
-        """Seconds of the GPU."""
+    def seconds(self, device: Device, *, most: bool = False) -> float:
+        """Seconds of the GPU: at least, or at most, where something is not known.
+
+        Not known is what the fullest pipe reaches (`devices.PIPE_SHARE`), and how many of the added
+        instructions are issued while the producer of x, which reads and writes as much as x has,
+        waits for memory: all that fit in that time, or none."""
         bandwidth = 8 * device.bandwidth * MEMORY_SHARE
         times = [
             self.flops / device.gemms[self.kind].reached,
@@ -63,6 +68,12 @@ class Step:
             share = ISSUE_SHARE_OF_RANDOM_BITS if draws else ISSUE_SHARE
             issued = self.elements * self.quantizer.instructions(device.architecture)
             times.append(issued / (device.issue * share))
+            if most:
+                cycles = self.elements * self.quantizer.pipe_cycles(device.architecture)
+                times.append(cycles / (device.issue * PIPE_SHARE))
+        if self.fused:
+            issued = self.elements * self.fused[device.architecture] / (device.issue * ISSUE_SHARE)
+            times.append(issued - (0 if most else 2 * HIGH * self.elements / bandwidth))
         own = float(max(times)) + float(self.bits_before / bandwidth)
         return (own + self.launches * LAUNCH_SECONDS) / self.shared_by
 

@@ -307,7 +307,7 @@ def _backward_gemm(
     if f"{other}.mask" not in saved:
         return grad
     grad = torch.ops.q2.masked_unrotate(grad, saved[f"{other}.mask"], forward.transform)
-    return grad[:, :columns]
+    return torch.ops.aten.slice.Tensor(grad, 1, 0, columns)
 
 
 def forward(

@@ -108,7 +108,7 @@ class Grouped(InGroups):
         return torch.ops.q2.grouped_mm(a, w.mT if gemm_name == "fprop" else w, self.offs)
 
 
-class _GroupedLinear(torch.autograd.Function):
+class GroupedLinearFunction(torch.autograd.Function):
     """x [T, K], w [E * N, K], one floating dtype, offs int32 [E] -> y [T, N] of that dtype."""
 
     @staticmethod
@@ -153,7 +153,7 @@ def grouped_linear(
     w [E * N, K]. Autocast casts nothing, as it casts nothing for torch._grouped_mm.
     """
     recipe, offs = parse(fprop, dgrad, wgrad), offs.to(torch.int32)
-    return _GroupedLinear.apply(x, w.flatten(0, 1), offs, recipe, seed_index, *(codes or ()))
+    return GroupedLinearFunction.apply(x, w.flatten(0, 1), offs, recipe, seed_index, *(codes or ()))
 
 
 def batched_linear(

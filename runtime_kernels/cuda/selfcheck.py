@@ -41,7 +41,7 @@ from q2compile.runtime_kernels.cuda.jit.launch import (
     on_one_multiprocessor,
     unsupported,
 )
-from q2compile.runtime_kernels.kernel_states import UNSUPPORTED, NotServedError
+from q2compile.runtime_kernels.kernel_states import UNSUPPORTED, NotServedError, assumed_capability
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.ops.table import (
     SPECS,
@@ -64,6 +64,8 @@ def rejection(op: str, name: str, index: int, scheme: str, what: What = None) ->
     """
     if get_scheme(scheme).is_tensorwise:
         return f"it reads and writes FP4; PyTorch's own operations serve {scheme}"
+    if assumed_capability():
+        return None
     return unsupported(index) or checks.rejection(request_of(op, name, index, scheme, what))
 
 

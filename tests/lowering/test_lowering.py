@@ -5,6 +5,7 @@ instructions that a GPU would run."""
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.nn.functional import rms_norm, silu
 
 import q2compile
 from q2compile import lowering
+from q2compile.cost_model.quantizers import GENERATED_INSTRUCTIONS
 from q2compile.lowering.inductor_kernels.support import beats_kernels, why_not_lowered
 from q2compile.report import kernel_choice
 from q2compile.runtime_kernels.numerics.schemes import SCHEMES, SWIZZLED, get_scheme
@@ -215,3 +217,21 @@ def test_the_report_names_the_loops(monkeypatch) -> None:
     (row,) = report.to_json()
     assert row["kernels"]["fprop"] == "quantize rowwise: inductor, gemm: cpp"
     kernel_choice.kernels_used.cache_clear()
+
+
+@pytest.mark.parametrize("scheme", GENERATED_INSTRUCTIONS)
+def test_instructions_of_the_generated_quantizers(scheme, monkeypatch, tmp_path) -> None:
+    """A thread has 32 elements. The cost model has these counts; another Triton may differ by some
+    percent."""
+    x = torch.zeros(8192, 4096).bfloat16()
+    for architecture, known in GENERATED_INSTRUCTIONS[scheme].items():
+        capability = int(architecture[3:-1])
+        with monkeypatch.context() as patch:
+            (kernel, *_) = triton_kernels(patch, capability, partial(_rowwise, f"{scheme}_pow2"), x)
+        code = kernel.compiled(capability, tmp_path)
+        found = sum(name != "NOP" for name in code.names) / 32
+        assert found == pytest.approx(known, rel=0.05)
+
+
+def _rowwise(scheme: str, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return torch.ops.q2.quantize(x, scheme=scheme, rowwise=True, columnwise=False)

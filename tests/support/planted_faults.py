@@ -423,8 +423,8 @@ FAULTS = (
     ),
     fault(
         "the product of global scales costs no launch",
-        "q2compile/cost_model/steps.py",
-        "ahead = _ALPHA if nvfp4 and not aligned and not layer.grouped else 0",
+        "q2compile/cost_model/prices.py",
+        'ahead = _ALPHA if first.format == "nvfp4" and ALPHA_FROM not in node.meta else 0',
         "ahead = 0",
         "q2compile/cost_model",
     ),

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 import q2compile.runtime_kernels as runtime_kernels
+from q2compile.cost_model.prices import quantizing, transposing
 from q2compile.cost_model.quantizers import HIGH, ROWS_UNROTATED, Quantizer, packed_bits
 from q2compile.cost_model.step import Step
-from q2compile.cost_model.steps import quantizing, transposing
 from q2compile.runtime_kernels.cuda.calls import BufferSlot
 from q2compile.runtime_kernels.cuda.gemm.swizzle import swizzle_launch
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED
@@ -147,10 +147,10 @@ def calls_of_quantizers(
 def step_of(name: str, elements: int) -> Step:
     """The cost model's step for one of CASES or OTHERS, of so many elements."""
     if name == DEQUANTIZE:
-        return Step("", name, (packed_bits(FORWARD_SCHEME) + HIGH) * elements)
+        return Step(name, (packed_bits(FORWARD_SCHEME) + HIGH) * elements)
     if name == TRANSPOSE:
-        return transposing("", name, SQUARE_SCHEME, elements)
-    return quantizing("", name, CASES[name], elements)
+        return transposing(name, SQUARE_SCHEME, elements)
+    return quantizing(name, CASES[name], elements)
 
 
 def calls_of_host(device: torch.device) -> dict[str, Call]:

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from q2compile.cost_model.devices import LAUNCH_SECONDS, Device
+from q2compile.cost_model.layer import Layer
 from q2compile.cost_model.predict import Prediction, predict
-from q2compile.cost_model.steps import Layer, recipe_steps
+from q2compile.cost_model.prices import recipe_steps
 from q2compile.recipes.published import RECIPES
 from q2compile.recipes.resolve import resolve
 from q2compile.runtime_kernels.cuda.gemm import cublaslt
@@ -174,7 +175,7 @@ def _predicted_product(
         return None
     layer = Layer(*shape, emulated=name not in _OF_CODES)
     steps = recipe_steps(resolve(_RECIPE_OF[format]), layer, ["fprop"])
-    asked = [s for s in steps if s.what == "gemm"]
+    asked = [s for s in steps if s.what == "fprop"]
     # By a launch of their own: no quantizer is there whose last one could.
     dequantized = [s for s in steps if s.what.startswith("dequantize")]
     asked += [replace(s, launches=int(i == 0)) for i, s in enumerate(dequantized)]

@@ -33,7 +33,7 @@ from q2compile.runtime_kernels.cuda.gemm.operands import (
     without_contraction,
 )
 from q2compile.runtime_kernels.cuda.jit.launch import empty
-from q2compile.runtime_kernels.cuda.jit.limits import why_no_fp4
+from q2compile.runtime_kernels.cuda.jit.limits import capability_of, why_no_fp4
 from q2compile.runtime_kernels.cuda.selfcheck import rejection
 from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
@@ -60,7 +60,7 @@ def _unsupported_fp4(
 
 def unserved(index: int) -> str | None:
     """None where cuBLASLt may multiply codes, otherwise the reason in words."""
-    return why_no_fp4(torch.cuda.get_device_capability(index))
+    return why_no_fp4(capability_of(index))
 
 
 def _prepare_fp4(

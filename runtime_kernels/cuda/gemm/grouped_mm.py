@@ -15,6 +15,7 @@ from q2compile.runtime_kernels.cuda.calls import (
     OperandLayout,
 )
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, launch, multiprocessors
+from q2compile.runtime_kernels.cuda.jit.limits import capability_of
 from q2compile.runtime_kernels.cuda.selfcheck import rejection
 from q2compile.runtime_kernels.registry import CUDA, kernel
 
@@ -32,7 +33,7 @@ def unserved(index: int, dtype: torch.dtype, *sizes) -> str | None:
 
     sizes: of the contiguous dimensions of its operands and its result.
     """
-    if torch.cuda.get_device_capability(index) < (8, 0):
+    if capability_of(index) < (8, 0):
         return "torch's grouped products begin with compute capability 8.0"
     if dtype != torch.bfloat16:
         return f"torch's grouped product on the device is one of bfloat16, not of {dtype}"

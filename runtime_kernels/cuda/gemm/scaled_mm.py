@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import pad
 
 from q2compile.runtime_kernels.cuda.gemm.operands import without_contraction
-from q2compile.runtime_kernels.cuda.jit.limits import why_no_fp8
+from q2compile.runtime_kernels.cuda.jit.limits import capability_of, why_no_fp8
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.ops.gemm import checked_gemm
 from q2compile.runtime_kernels.registry import SCALED_MM, kernel
@@ -24,7 +24,7 @@ def _unsupported(
     for scheme in map(get_scheme, (a_scheme, b_scheme)):
         if scheme.codes_dtype != torch.float8_e4m3fn:
             return f"it multiplies fp8 codes, not {scheme.name}"
-    return why_no_fp8(torch.cuda.get_device_capability(a_codes.device))
+    return why_no_fp8(capability_of(a_codes.device))
 
 
 def adds_bias(bias_dtype: torch.dtype | None, dtype: torch.dtype) -> bool:

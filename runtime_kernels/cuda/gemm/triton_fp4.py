@@ -21,10 +21,10 @@ from q2compile.runtime_kernels.cuda.gemm.operands import (
     without_contraction,
 )
 from q2compile.runtime_kernels.cuda.jit.launch import multiprocessors
-from q2compile.runtime_kernels.cuda.jit.limits import why_no_dot_scaled
+from q2compile.runtime_kernels.cuda.jit.limits import capability_of, why_no_dot_scaled, why_no_fp4
 from q2compile.runtime_kernels.cuda.recent_launches import note
 from q2compile.runtime_kernels.cuda.selfcheck import rejection
-from q2compile.runtime_kernels.kernel_states import KNOWN, LaunchError
+from q2compile.runtime_kernels.kernel_states import KNOWN, LaunchError, assumed_capability
 from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.numerics.transforms import get_transform
 from q2compile.runtime_kernels.ops.gemm import checked_gemm
@@ -45,7 +45,9 @@ def _unsupported_triton(
 
 def unserved(index: int) -> str | None:
     """None where tl.dot_scaled is fp4 tensor-core instructions, otherwise the reason in words."""
-    return why_no_dot_scaled(torch.cuda.get_device_capability(index), triton_version())
+    if assumed_capability():
+        return why_no_fp4(capability_of(index))
+    return why_no_dot_scaled(capability_of(index), triton_version())
 
 
 def _prepare_triton(

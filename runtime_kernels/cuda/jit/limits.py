@@ -11,6 +11,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+
+from q2compile.runtime_kernels.kernel_states import assumed_capability
+
 Version = tuple[int, int]
 
 
@@ -62,6 +66,11 @@ class Target(NamedTuple):
 
     name: str | None
     why: str | None = None
+
+
+def capability_of(device: int | torch.device | None) -> Version:
+    """The compute capability of a CUDA device, or of the GPU that is assumed."""
+    return assumed_capability() or torch.cuda.get_device_capability(device)
 
 
 def family_of(capability: Version) -> Family | None:

@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which quantizers share launches. Three callers ask this rule:
-
-- the pass group_launches, which writes its decision into the graph
-- the lowering, which may split a group
-- the cost model
-"""
+"""Which quantizers share launches. The pass group_launches writes that into the graph; the lowering
+may split a group."""
 
 from __future__ import annotations
 

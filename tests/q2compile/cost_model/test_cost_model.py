@@ -13,10 +13,11 @@ import q2compile
 from q2compile.capture.module_names import Names
 from q2compile.cost_model import devices
 from q2compile.cost_model.devices import ASSUMPTIONS, DEVICES
+from q2compile.cost_model.layer import Layer
 from q2compile.cost_model.predict import predict
+from q2compile.cost_model.prices import bf16_steps, recipe_steps
 from q2compile.cost_model.quantizers import Quantizer
 from q2compile.cost_model.step import DISPATCHED, FUSED, TORCH, Step
-from q2compile.cost_model.steps import Layer, bf16_steps, recipe_steps
 from q2compile.recipes.policy import Policy
 from q2compile.recipes.resolve import resolve
 from q2compile.rewrite import decide
@@ -86,8 +87,8 @@ def test_bytes_of_other_recipes_by_hand(recipe):
 def test_a_mask_that_no_epilogue_reads_takes_a_kernel(other):
     """In dgrad and wgrad the kernel reads the product and the mask, and writes the result."""
     steps = recipe_steps(resolve("quartet"), Layer(T, N, K, **other), ALL)
-    alone = {s.gemm: s.bits for s in steps if s.what == "mask and rotate back"}
-    assert alone == {"dgrad": 33 * T * K, "wgrad": 33 * N * K}
+    alone = [s.bits for s in steps if s.what == "mask and rotate back"]
+    assert alone == [33 * T * K, 33 * N * K]
     by_gemm = recipe_steps(resolve("quartet"), Layer(T, N, K), ALL)
     assert not any(s.what == "mask and rotate back" for s in by_gemm)
 
@@ -100,7 +101,7 @@ def test_an_exact_global_scale_reads_twice():
 
     def bits(recipe, what):
         steps = recipe_steps(recipe, Layer(T, N, K), ALL)
-        (step,) = [s for s in steps if (s.gemm, s.what) == ("fprop", what)]
+        (step,) = [s for s in steps if s.what == what]
         return step.bits + step.bits_before
 
     assert bits(pow2, "quantize w") == (16 + 8.5) * N * K
@@ -113,7 +114,7 @@ def test_the_product_of_exact_global_scales_takes_a_launch():
 
     def launches(global_scale):
         steps = recipe_steps(resolve("quartet2", global_scale=global_scale), Layer(T, N, K), ALL)
-        return {s.gemm: s.launches for s in steps if s.what == "gemm"}
+        return {s.what: s.launches for s in steps if s.what in ALL}
 
     assert launches("pow2") == {"fprop": 1, "dgrad": 1, "wgrad": 1}
     assert launches("exact") == {"fprop": 2, "dgrad": 1, "wgrad": 1}
@@ -134,14 +135,14 @@ def test_time_is_the_longest_of_three():
     issued = Quantizer("requantize", "nvfp4_ms_eden_pow2", "rht128", "nvfp4_46_pow2")
     assert issued.instructions("sm_100a") == pytest.approx(13.83, abs=0.1)
     elements = 148 * 128 * 1.85e9 * 0.69 / issued.instructions("sm_100a") * ms
-    flops = Step("fprop", "gemm", 0, flops=0.43 * 9e15 * ms, kind="fp4")
-    memory = Step("fprop", "quantize x", 8 * 6.64e12 * ms)
-    issue = Step("fprop", "requantize w", 0, quantizer=issued, elements=elements)
+    flops = Step("fprop", 0, flops=0.43 * 9e15 * ms, kind="fp4")
+    memory = Step("quantize x", 8 * 6.64e12 * ms)
+    issue = Step("requantize w", 0, quantizer=issued, elements=elements)
     for step in (flops, memory, issue):
         assert step.seconds(B200) == pytest.approx(ms + 3.4e-6, rel=1e-12)
-    shared = Step("fprop", "quantize x", 8 * 6.64e12 * ms, launches=2, shared_by=4)
+    shared = Step("quantize x", 8 * 6.64e12 * ms, launches=2, shared_by=4)
     assert shared.seconds(B200) == pytest.approx((ms + 6.8e-6) / 4)
-    ahead = Step("fprop", "quantize w", 0, bits_before=8 * 6.64e12 * ms)
+    ahead = Step("quantize w", 0, bits_before=8 * 6.64e12 * ms)
     assert ahead.seconds(B200) == pytest.approx(ms + 3.4e-6)
 
 
@@ -150,7 +151,7 @@ def test_time_of_the_host():
     us = 1e-6
 
     def host(**how):
-        return Step("fprop", "", 0, **how).host_seconds
+        return Step("", 0, **how).host_seconds
 
     assert host(launches=2) == pytest.approx(10.98 * us)
     assert host(launches=1) == pytest.approx(5.51 * us)
@@ -210,25 +211,21 @@ def test_a_bias_costs_next_to_nothing_where_the_quantizer_sums():
 def test_emulated_gemms_are_bf16s():
     """On an H200: the backward's quantizers write bf16, the forward's codes are dequantized."""
     layer = Layer(T, N, K, emulated=True)
-    found = {(s.gemm, s.what): s for s in recipe_steps(QUARTET2, layer, ALL)}
+    found = {s.what: s for s in recipe_steps(QUARTET2, layer, ALL)}
     x, w, dy = T * K, N * K, T * N
-    assert found["fprop", "dequantize x"].bits == (4.5 + 16) * x
-    launches = [found["fprop", f"dequantize {role}"].launches for role in "xw"]
+    assert found["dequantize x"].bits == (4.5 + 16) * x
+    launches = [found[f"dequantize {role}"].launches for role in "xw"]
     assert sum(launches) == 1  # for both
-    of_nvfp4 = {(s.gemm, s.what): s for s in recipe_steps(resolve("nvfp4"), layer, ALL)}
-    assert of_nvfp4["fprop", "dequantize w"].bits == (4 + 8 / 256 + 16) * w
-    assert of_nvfp4["dgrad", "transpose w"].bits > 8 * w
-    assert found["dgrad", "quantize dy rowwise and columnwise"].bits == (16 + 2 * 20) * dy
-    assert found["wgrad", "requantize x"].bits == (4.5 + 20) * x
-    plain = {s.gemm: s for s in bf16_steps(layer, ALL)}
-    assert all(found[name, "gemm"] == plain[name] for name in ALL)
+    of_nvfp4 = {s.what: s for s in recipe_steps(resolve("nvfp4"), layer, ALL)}
+    assert of_nvfp4["dequantize w"].bits == (4 + 8 / 256 + 16) * w
+    assert of_nvfp4["transpose w"].bits > 8 * w
+    assert found["quantize dy rowwise and columnwise"].bits == (16 + 2 * 20) * dy
+    assert found["requantize x"].bits == (4.5 + 20) * x
+    plain = {s.what: s for s in bf16_steps(layer, ALL)}
+    assert all(found[name] == plain[name] for name in ALL)
     # A global scale that is no power of two: GEMM results are written in fp32, and the next op
     # reads fp32.
-    (product,) = [
-        s
-        for s in recipe_steps(resolve("mxfp4"), layer, ALL)
-        if (s.gemm, s.what) == ("dgrad", "gemm")
-    ]
+    (product,) = [s for s in recipe_steps(resolve("mxfp4"), layer, ALL) if s.what == "dgrad"]
     assert product.bits + product.bits_before == plain["dgrad"].bits + 2 * 16 * T * K
     assert product.launches == 1 and w == N * K
 
@@ -249,10 +246,10 @@ def test_what_makes_it_faster():
 
 
 def test_a_linear_of_4096_gains_what_these_rates_allow():
-    """8192 rows: 3.0 times BF16 on an RTX 5090, 1.9 on a B200. The authors of Quartet II report 4.2
-    and up to 2.5 for the layers of a 22B model, by GEMMs of their own; 2.4 and 3.35 here."""
-    assert speeds(8192, 4096, 4096) == pytest.approx([1.88, 2.99], abs=0.02)
-    assert speeds(16384, 24576, 6144) == pytest.approx([2.37, 3.35], abs=0.02)
+    """8192 rows: 3.0 times BF16 on an RTX 5090, 1.8 on a B200. The authors of Quartet II report 4.2
+    and up to 2.5 for the layers of a 22B model, by GEMMs of their own; 2.3 and 3.35 here."""
+    assert speeds(8192, 4096, 4096) == pytest.approx([1.78, 2.99], abs=0.02)
+    assert speeds(16384, 24576, 6144) == pytest.approx([2.34, 3.35], abs=0.02)
     assert max(speeds(2**20, 2**15, 2**15)) < 3.69  # the ratio of the rates
 
 
@@ -268,14 +265,15 @@ def test_fewer_gemms_cost_less():
 def test_how_often_a_weight_is_quantized():
     """Not cached, and recomputed for the backward twice: 24.5 bits per element."""
     none, once, twice = (predict(QUARTET2, (T, N, K), w_quantized=n) for n in (0, 1, 2))
-    assert once.bytes - none.bytes == twice.bytes - once.bytes == 24.5 * N * K / 8
+    assert twice.bytes - once.bytes == 24.5 * N * K / 8
+    # Codes that come from another graph have plain scales, which the GEMM's op swizzles.
+    assert once.bytes - none.bytes == (24.5 - 1) * N * K / 8
     rows = {
         option: rows_of(net(), tokens(), **{option: True})[1].bytes
         for option in ("strict", "cache_weights", "recompute_weights")
     }
-    made = int(24.5 * 8192 * 8192 / 8)
-    assert rows["strict"] - rows["cache_weights"] == made
-    assert rows["recompute_weights"] - rows["strict"] == made
+    assert rows["strict"] - rows["cache_weights"] == int(23.5 * 8192 * 8192 / 8)
+    assert rows["recompute_weights"] - rows["strict"] == int(24.5 * 8192 * 8192 / 8)
 
 
 def test_experts_have_a_weight_each():

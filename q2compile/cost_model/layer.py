@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A linear layer, and the graphs that the passes make of it for a GPU that need not be there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from q2compile.graph.nodes import GEMM_OPS, is_q2
+from q2compile.linear.autograd import LinearFunction, forward_parts
+from q2compile.linear.experts import GroupedLinearFunction
+from q2compile.passes import PassConditions, passes_over
+from q2compile.recipes.recipe import GEMMS, Recipe
+from q2compile.runtime_kernels.kernel_states import assumed_gpu
+from q2compile.runtime_kernels.ops.table import GROUPED_MM
+from q2compile.torch_internals.dynamo import compiling_apart
+from q2compile.torch_internals.partitioner import MinCut
+from q2compile.torch_internals.private_names import FakeTensorMode
+
+# The result of each GEMM.
+RESULT = {"fprop": "y", "dgrad": "x", "wgrad": "w"}
+_OF_OPERANDS = {operands: name for name, operands in GEMMS.items()}
+# Where their factors are among the arguments.
+_MATMULS: dict[Any, tuple[int, int]] = {
+    torch.ops.aten.mm.default: (0, 1),
+    torch.ops.aten.addmm.default: (1, 2),
+}
+_GPU = torch.device("cuda")
+# T, N, K and experts of the layer that is traced. Its T is of whole chunks, and above the size from
+# which on no chunk is filled up (`linear.autograd.of_rows`).
+_T, _N, _K, _EXPERTS = 1024, 512, 256, 2
+# The GPUs that stand for those with fp4 tensor cores, and without.
+_BLACKWELL, _HOPPER = (10, 0), (9, 0)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Sizes of a layer, how many matmuls share its x, and how often fprop's codes of w are computed
+    in a forward and backward.
+
+    grouped: its GEMMs are grouped ones.  x_fuses: something computes x, that its quantizer may be
+    part of.  emulated: the GPU has no fp4 tensor cores, so GEMMs multiply dequantized operands."""
+
+    t: Any
+    n: Any
+    k: Any
+    experts: int = 1
+    x_users: int = 1
+    w_quantized: int = 1
+    grouped: bool = False
+    bias: bool = False
+    x_fuses: bool = True
+    emulated: bool = False
+
+    def elements(self, role: str) -> Any:
+        """Elements of x, w, dy, or y."""
+        n, k, t = self.n, self.k, self.t
+        return {"x": t * k, "w": self.experts * n * k, "dy": t * n, "y": t * n}[role]
+
+    def users(self, role: str) -> int:
+        return self.x_users if role == "x" else 1
+
+    @property
+    def flops(self) -> Any:
+        return 2 * self.t * self.n * self.k
+
+
+class TracedGraph(NamedTuple):
+    """A forward or a backward after all passes. roles: "x", "w", "dy" or "y" for each node that
+    holds the values or the codes of one."""
+
+    graph: fx.Graph
+    roles: dict[fx.Node, str]
+
+
+class _Context:
+    """The part of autograd's context that our functions use."""
+
+    def __init__(self, *needs: bool) -> None:
+        self.needs_input_grad = needs
+        self.saved_tensors: tuple[torch.Tensor, ...] = ()
+
+    def save_for_backward(self, *tensors: torch.Tensor) -> None:
+        self.saved_tensors = tensors
+
+
+@lru_cache(maxsize=256)
+def traced(
+    recipe: Recipe, gemms: tuple[str, ...], grouped: bool, bias: bool, cached: bool, emulated: bool
+) -> list[TracedGraph]:
+    """The forward of a layer, and its backward if one is wanted, after the passes of training or
+    of inference. cached: the codes of w are an input."""
+    wanted = PassConditions(recipe.random_forward, False, False, fuse_rotations=False)
+    gpu = assumed_gpu(_HOPPER if emulated else _BLACKWELL)
+    with gpu, compiling_apart(), torch.inference_mode(False):
+        joint, known = _joint(recipe, gemms, grouped, bias, cached and recipe.fprop is not None)
+        graphs = [joint]
+        if len(gemms) > 1:
+            _run_passes("joint", joint.graph, wanted)
+            known |= {node.name: role for node, role in _roles(joint.graph, known).items()}
+            graphs = [*MinCut()(joint, [], num_fwd_outputs=1)]
+        for module in graphs:
+            _run_passes("post_grad", module.graph, wanted)
+        return [TracedGraph(gm.graph, _roles(gm.graph, known)) for gm in graphs]
+
+
+def _joint(
+    recipe: Recipe, gemms: tuple[str, ...], grouped: bool, bias: bool, cached: bool
+) -> tuple[fx.GraphModule, dict[str, str]]:
+    """Forward and backward in one graph, as AOTAutograd makes it, and the roles of its inputs."""
+    function: Any = GroupedLinearFunction if grouped else LinearFunction
+    ctx = _Context("dgrad" in gemms, "wgrad" in gemms, bias and "wgrad" in gemms)
+    is_trained, experts = len(gemms) > 1, _EXPERTS if grouped else 1
+
+    def joint(x: Any, w: Any, third: Any, dy: Any, *codes: Any) -> list[torch.Tensor]:
+        y = function.forward(ctx, x, w, third, recipe, 0, *codes)
+        grads = function.backward(ctx, dy) if is_trained else ()
+        return [y, *(grad for grad in grads if grad is not None)]
+
+    with FakeTensorMode(), torch.no_grad():
+        shapes = (_T, _K), (experts * _N, _K), (_T, _N), (_N,)
+        x, w, dy, third = (torch.empty(s, device=_GPU, dtype=torch.bfloat16) for s in shapes)
+        if grouped:
+            third = torch.empty(experts, device=_GPU, dtype=torch.int32)
+        codes = forward_parts(w, recipe.fprop.b) if cached and recipe.fprop else []
+        module = make_fx(joint)(x, w, third if grouped or bias else None, dy, *codes)
+    known: dict[str, str] = {}
+    roles = ("x", "w", "bias or ends", "dy", *("w" for _ in codes))
+    for i, (role, node) in enumerate(
+        zip(roles, module.graph.find_nodes(op="placeholder"), strict=True)
+    ):
+        node.name = node.target = f"tangents_{i}" if role == "dy" and is_trained else f"primals_{i}"
+        known[node.name] = role
+    return module, known
+
+
+def _run_passes(kind: Any, graph: fx.Graph, wanted: PassConditions) -> None:
+    for row in passes_over(kind):
+        if row.when(wanted):
+            row.run(graph, *row.takes(wanted))
+
+
+def _roles(graph: fx.Graph, known: dict[str, str]) -> dict[fx.Node, str]:
+    """known: by the names of placeholders."""
+    roles: dict[fx.Node, str] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            role: str | None = known.get(node.name)
+        elif multiplies(node):
+            role = RESULT[gemm_of(node, roles)]
+        else:
+            role = next((roles[read] for read in node.all_input_nodes if read in roles), None)
+        if role is not None:
+            roles[node] = role
+    return roles
+
+
+def multiplies(node: fx.Node) -> bool:
+    """Whether it is a GEMM."""
+    return is_q2(node, *GEMM_OPS, GROUPED_MM) or node.target in _MATMULS
+
+
+def gemm_of(node: fx.Node, roles: dict[fx.Node, str]) -> str:
+    """Which one a GEMM is."""
+    a, b = (0, 3) if is_q2(node, *GEMM_OPS) else _MATMULS.get(node.target, (0, 1))
+    factors: Any = node.args[a], node.args[b]
+    return _OF_OPERANDS[roles[factors[0]], roles[factors[1]]]
