@@ -72,8 +72,8 @@ _DEPTH = 20
 class _Frozen(Mapping[str, Any]):
     """A mapping that can't be changed.
 
-    Equal are mappings of the same items, of the same types, in the same order, at every depth: the
-    last match of a policy wins, and Inductor runs some settings in the order they stand in.
+    Two are equal if they have the same items, of the same types, in the same order, at every depth:
+    the last match of a policy wins, and Inductor runs some settings in the given order.
     """
 
     def __init__(self, items: Mapping[str, Any] | None = None, option: str = "options") -> None:
@@ -342,7 +342,7 @@ def changed_options(config: Config) -> dict[str, Any]:
 
 
 def disable_named_kernels(config: Config) -> None:
-    """Has the kernels that the option and the environment name serve no call from now on."""
+    """Disable the kernels that the option and the environment name, from now on."""
     disable(config.disable_kernels, f"option {OPTION}")
     if named := named_in_environment():
         _check_kernel_names(f"kernel in {VARIABLE}", named)
@@ -364,7 +364,7 @@ def uses_cuda_graphs(config: Config) -> bool:
 
 
 def raise_on_unsaved(config: Config) -> None:
-    """Raises ConfigError for options that add to what is compiled what can't be saved."""
+    """Raise ConfigError for options that add something to the code that can't be saved."""
     unsaved = {
         "inner='eager'": config.inner == "eager",
         "cache_weights=True": config.cache_weights,

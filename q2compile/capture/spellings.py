@@ -37,7 +37,7 @@ def _linear(call: Call) -> Matmul | NotTaken:
 def _bias_or_added(
     call: Call, summand: fx.Node | None, rows: Sequence[Any]
 ) -> tuple[fx.Node | None, tuple[View, ...]]:
-    """A summand as the bias, [N], of a weight with these rows; or else as views of the result."""
+    """A summand as the bias [N] of a weight with these rows, or else as views of the result."""
     if summand is not None and tuple(example(summand).shape) == tuple(rows):
         return summand, ()
     return None, _added(call, summand)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which nodes are their first argument, seen or stored otherwise."""
+"""Which nodes are views or casts of their first argument."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def argument(node: fx.Node, place: int, *names: str) -> Any:
 
 
 def viewed(node: fx.Node) -> Any:
-    """The tensor that a view, a cast or a look-up is of, by place or by torch's name for it."""
+    """The tensor that a view, a cast or a look-up reads, by place or by torch's name for it."""
     return argument(node, 0, "input", "self", "tensor")
 
 
 def is_view_or_cast(node: fx.Node) -> bool:
-    """Whether ``node`` is its first argument, seen or stored otherwise."""
+    """Whether ``node`` is a view or a cast of its first argument."""
     if node.op not in ("call_method", "call_function"):
         return False
     if dtensor_method(node):  # its part on this rank, or all of it

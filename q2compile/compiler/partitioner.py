@@ -82,7 +82,7 @@ class Partitioner(CustomPartitionerFn):
         return None if base is None else (source_hash(), base, self.parameters, self.by_scales)
 
     def __reduce__(self) -> Any:
-        """torch's caches pickle all settings of Inductor, this one too."""
+        """Support pickling: torch's caches pickle all settings of Inductor, including this one."""
         if self.uuid() is None:
             raise TypeError("a partitioner without a uuid: what it cuts is not cached")
         return tuple, (self.uuid(),)

@@ -3,7 +3,7 @@
 
     shape [T, N, K]: y[T, N] = x[T, K] wᵀ; for E experts w is [E, N, K] and T counts all rows
 
-Sizes may be sympy expressions; FLOPs and bytes then are, too. Each GEMM and each quantizer is a
+Sizes may be sympy expressions; then FLOPs and bytes are, as well. Each GEMM and each quantizer is a
 `Step` (step.py). Its time on the GPU is the longest of three: FLOPs at the rate of the tensor
 cores, bytes at the bandwidth, instructions at the issue rate. Steps run one after another, and each
 launch has a fixed overhead. Its time on the host is that of its calls. Nothing was measured on a
@@ -136,7 +136,7 @@ def _dbias_by_quantizer(recipe: Recipe, layer: Layer, gemms: list[str]) -> bool:
 
 
 def _is_columnwise_dy(step: Step) -> bool:
-    """Whether it is the columnwise quantizer of dy, rowwise too or not."""
+    """Whether a quantizer makes dy's columnwise operand, with or without the rowwise one."""
     return step.what in (_DY_PAIR, "quantize dy") and (
         step.quantizer is not None and step.quantizer.kind != "row"
     )
@@ -215,8 +215,8 @@ def _grouped(steps: list[Step]) -> list[Step]:
 
 
 def _behind(group: list[Step], step: Step) -> Step:
-    """A quantizer that shares its last launch with those ahead of it, and the launch before, if
-    that is the same kernel. (Not for large operands: next to their time a launch is none.)"""
+    """A quantizer that shares its last launch with those before it, and the launch before that, if
+    it is the same kernel. (Large operands do not: a launch is negligible beside their time.)"""
     if not group:
         return step
     batched = step.quantizer and step.quantizer.batched
@@ -225,8 +225,8 @@ def _behind(group: list[Step], step: Step) -> Step:
 
 
 def _moved_to_group(made: list[Step], before: list[Step]) -> list[Step]:
-    """A quantizer that is alone ahead of its GEMM shares launches with those ahead of the GEMM
-    before, where it can and has their scheme (`passes.gather_quantizers`)."""
+    """A quantizer that is alone before its GEMM shares launches with those before the previous
+    GEMM, where it can and has their scheme (`passes.gather_quantizers`)."""
     lone, group = ([step for step in steps if step.tail is not None] for steps in (made, before))
     schemes = {s.quantizer.scheme for s in (*group, *lone) if s.quantizer}
     if len(lone) != 1 or not group or len(schemes) > 1:
@@ -237,8 +237,8 @@ def _moved_to_group(made: list[Step], before: list[Step]) -> list[Step]:
 
 
 def _product(layer: Layer, name: str, gemm: Gemm, *, masked: bool, aligned: bool) -> list[Step]:
-    """The GEMM, and launches ahead of it. masked: a kernel of ours reads its result. aligned: the
-    last launch of a quantizer ahead of it computes alpha."""
+    """The GEMM, and launches before it. masked: a kernel of ours reads its result. aligned: the
+    last launch of a quantizer before it computes alpha."""
     operands = dict(zip(GEMMS[name], (gemm.a, gemm.b), strict=True))
     if get_scheme(gemm.a.scheme).is_tensorwise:
         bits = sum(packed_bits(o.scheme) * layer.elements(role) for role, o in operands.items())

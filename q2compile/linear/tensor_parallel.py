@@ -145,8 +145,8 @@ def linear(
 
 
 def _placed(t: Tensor, placements: tuple[Placement, ...]) -> DTensor:
-    """``t`` with ``placements``. Nothing where it has them: a redistribute that changes nothing is
-    an all-reduce in backward when the gradient is Partial."""
+    """``t`` redistributed to ``placements``, unless it has them: a redistribute that changes
+    nothing is an all-reduce in the backward when the gradient is Partial."""
     assert isinstance(t, DTensor), "ShardingPlan.of rejects anything else"
     return t if t.placements == placements else t.redistribute(placements=placements)
 

@@ -75,12 +75,12 @@ def is_served_by(op: Any, args: Any, *names: str) -> bool:
 
 
 def serves_quantizer(call: QuantizerCall, *names: str) -> bool:
-    """The same of a quantizer's call."""
+    """Whether a kernel of one of these names would run a quantizer's call."""
     return is_served_by(call.spec.overload, call.positional, *names)
 
 
 def is_forward_operand(call: QuantizerCall | None) -> bool:
-    """Whether it makes x or w as fprop multiplies them: of a matrix, rowwise, deterministic."""
+    """Whether a call makes x or w for fprop: from a matrix, rowwise, deterministic."""
     if call is None or call.source_scheme is not None:
         return False
     return not (call.columnwise or call.draws)

@@ -133,7 +133,7 @@ def _shard(part: fx.Node) -> fx.Node:
 
 
 def _is_empty(codes: fx.Node) -> bool:
-    """Compared only for sizes that are ints: comparing a symbol would add a guard."""
+    """Whether it is empty; only int sizes are compared, since comparing a symbol adds a guard."""
     sizes = getattr(codes.meta.get("val"), "shape", ())
     return any(isinstance(size, int) and size == 0 for size in sizes)
 

@@ -69,12 +69,12 @@ def dequantize_operands_pass(graph: fx.Graph) -> int:
 
 
 def _may_be_lowered(call: QuantizerCall) -> bool:
-    """Whether Inductor may make a kernel of its own of it, which fuses with what makes x."""
+    """Whether Inductor may make a kernel of the quantizer that fuses with what computes x."""
     return is_forward_operand(call) and not call.rotated
 
 
 def _is_large_input(x: Any) -> bool:
-    """Whether x is an input of the graph, or one with other sizes."""
+    """Whether x is an input of the graph that is large, or of unknown size."""
     size = x.meta["val"].numel()
     while x.target in RESHAPES:
         x = x.args[0]

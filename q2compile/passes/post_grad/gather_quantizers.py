@@ -74,8 +74,8 @@ def _fits(group: Iterable[fx.Node], node: fx.Node) -> bool:
 
 
 def _needed(node: fx.Node, end: fx.Node) -> list[fx.Node] | None:
-    """The inputs of a node that stand behind `end`, in order; None if one of them is more than a
-    view or a cast."""
+    """The inputs of a node that come after `end`, in order; None if one of them is more than a view
+    or a cast."""
     found: set[fx.Node] = set()
     pending = [node]
     while pending:

@@ -111,12 +111,12 @@ def _is_pair(first: fx.Node, second: fx.Node) -> bool:
 
 
 def _groups(call: QuantizerCall) -> tuple[Any, ...]:
-    """Their ends, of a call that has some."""
+    """The ends of a call's groups; () if it has none."""
     return (call.args["offs"], call.args["padded_offs"]) if call.grouped else ()
 
 
 def _stands_before(first: fx.Node, needed: fx.Node) -> bool:
-    """Whether ``needed`` does, where it can be moved there after that."""
+    """Whether ``needed`` comes before ``first``, after moving it there if that is possible."""
     if is_q2(needed, PADDED_ENDS) and first < needed:
         offs: Any = needed.args[0]
         if offs < first:

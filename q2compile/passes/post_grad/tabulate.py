@@ -84,7 +84,7 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _elements(node: fx.Node) -> int:
-    """0 where that is not known."""
+    """The number of elements of a node; 0 if it is not known."""
     value: Any = node.meta.get("val")
     size = value.numel() if isinstance(value, torch.Tensor) else 0
     return size if isinstance(size, int) else 0
