@@ -244,7 +244,7 @@ class Config:
             check_inductor_option(key, value)
         if self.inner == "eager" and self.fuse_rotations is True:
             raise ConfigError(
-                "fuse_rotations=True has Inductor's lowerings fuse, inner='eager' runs without "
+                "fuse_rotations=True needs Inductor's lowerings, but inner='eager' runs without "
                 "Inductor; choose one"
             )
         if self.inner == "eager" and (self.mode or self.inductor):
@@ -494,5 +494,5 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise ConfigError(f"the key {shown(twice)} is there twice")
+        raise ConfigError(f"the key {shown(twice)} occurs twice; keep one")
     return found

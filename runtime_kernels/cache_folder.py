@@ -50,8 +50,8 @@ def why_unwritable(folder: Path) -> str | None:
     except OSError as error:
         why = f"{folder} can't be written ({error.strerror or error})"
     LOG.warning(
-        "q2compile: %s; compiled kernels and results of self-checks are kept in the folder for "
-        "temporary files, and recreated if that is emptied: Q2COMPILE_CACHE_DIR names another",
+        "q2compile: %s; compiled kernels and results of self-checks go to the temporary folder and "
+        "are recreated after it is emptied. Q2COMPILE_CACHE_DIR can name another folder",
         why,
     )
     return why

@@ -124,7 +124,7 @@ def _fused(calls: Sequence[QuantizerNode]) -> list[tuple[Any, ...]]:
             raise CannotFuse("the operand is in memory already")
         readers = other_readers(node)
         if readers:
-            raise CannotFuse(f"{', '.join(readers)} read the operand, too")
+            raise CannotFuse(f"{', '.join(readers)} also read the operand")
     in_memory = [_with_inputs_in_memory(call) for _, call in calls]
     found = prologue_of(*(call.x for call in in_memory))
     _raise_unless_it_pays(found.expression, in_memory[0], calls[0].node.meta[READS_THE_SAME])

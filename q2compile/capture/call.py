@@ -134,7 +134,7 @@ def _unusable(matmul: Matmul) -> str:
     if min(tensor_parallel.smallest_part(w)) < 16:
         part = "a rank's part of the weight" if isinstance(w, DTensor) else "the weight"
         shape = list(tensor_parallel.smallest_part(w))
-        return f"too small: {part} is {shape}, a block has 16 values"
+        return f"too small: {part} is {shape}, but a block has 16 values"
     return ""
 
 
@@ -142,7 +142,7 @@ def _unusable_jagged(matmul: Matmul) -> str:
     x = example(matmul.x)
     ragged = ragged_dimension(x)
     if ragged is None:
-        return "the activation is a nested tensor whose values are not its rows one after the other"
+        return "the activation is a nested tensor whose rows are not contiguous"
     plain = matmul.op == "linear" and not matmul.x_views and not matmul.y_views
     if not plain or ragged == x.ndim - 1:
         return "the activation is a nested tensor, in a form other than F.linear(x, w) and x @ w"

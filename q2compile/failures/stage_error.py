@@ -38,7 +38,7 @@ class Faults:
 
     def of_pass(self, stage: str, kind: str, graph: fx.GraphModule, error: Exception) -> StageError:
         """The error of `PostGradPasses`; ``graph`` is the forward or backward graph as it came."""
-        hint = f" disable_passes=[{stage[5:]}] leaves it out." if stage.startswith("pass ") else ""
+        hint = f" disable_passes=[{stage[5:]}] turns it off." if stage.startswith("pass ") else ""
         where = f"the {kind} graph of {self.graph}"
         call = f"passes({kind!r}, CONFIG)"
         return self._error(stage, where, graph, error, call, f"{stage} {kind}", hint)
@@ -94,14 +94,14 @@ class Faults:
         except Exception as second:  # it must not hide the first error
             how = f"No reproducer could be written ({type(second).__name__}: {second})."
         if self.config.on_error == "raise":
-            hint += " on_error='bf16' compiles such a graph with Inductor alone and goes on."
+            hint += " on_error='bf16' compiles such a graph in bf16 instead of raising."
         message = f"{what}.\n{error_text}\n{how}{hint}"
         return StageError(message, stage, where, None if path is None else str(path))
 
 
 def warn(fault: StageError) -> None:
     """Say that a graph will not be quantized."""
-    warnings.warn(f"q2compile: {fault}\nIt runs in bf16 now.", FaultWarning, stacklevel=2)
+    warnings.warn(f"q2compile: {fault}\nThis graph runs in bf16.", FaultWarning, stacklevel=2)
 
 
 def _innermost(error: BaseException) -> str:

@@ -164,8 +164,8 @@ def raise_on_async_inputs(inputs: Iterable[Any]) -> None:
                 f"an input of the compiled code, {list(t.shape)}, is an AsyncCollectiveTensor, a "
                 "collective that has not been waited for, and torch "
                 f"{torch.__version__} loses its gradient there. Code that is not compiled made it, "
-                "often a sequence-parallel embedding: compile that together with this, or give "
-                "this x.clone(), which waits: "
+                "often a sequence-parallel embedding: compile both together, or pass x.clone(), "
+                "which waits: "
                 "embedding.register_forward_hook(lambda module, args, y: y.clone())"
             )
 

@@ -55,7 +55,7 @@ def check_spec(graph: fx.Graph, kind: str, when: str, random_forward: bool = Fal
         args = named_arguments(node)
         seeds = [v for name, v in args.items() if name.endswith("seed") and v is not None]
         if kind == "forward" and (seeds or is_q2(node, SEED)) and not random_forward:
-            raise GraphSpecError(f"{when}: {node.format_node()} draws in a forward graph")
+            raise GraphSpecError(f"{when}: {node.format_node()} draws a seed in a forward graph")
     for gemm in q2_nodes(graph, *GEMM_OPS):
         _check_gemm(gemm, kind, when)
 

@@ -177,7 +177,7 @@ def failed(title: str, rows: Sequence[Row], names: Exception | None) -> None:
             LOG.warning("q2compile: %s: %s stays in bf16: it %s", title, row.module, row.why)
     if names is not None:
         what = f"{type(names).__name__}: {names}"
-        text = "q2compile: %s: names are relative to the compiled frame; the model's failed: %s"
+        text = "q2compile: %s: names are relative to the compiled frame; the model's raised %s"
         LOG.warning(text, title, what)
 
 

@@ -141,8 +141,8 @@ def _predictions(rows: list[dict[str, Any]]) -> list[str]:
         columns = " and ".join(device.column for device in devices)
         notes.insert(
             0,
-            "predicted time over BF16's, for the GEMMs taken and their quantizers, not for a "
-            f"step: {', '.join(of_bf16)}; for each matmul in the columns {columns}",
+            "predicted time of the GEMMs taken and their quantizers (not of a step), divided by "
+            f"BF16's: {', '.join(of_bf16)}; for each matmul in the columns {columns}",
         )
     return notes
 

@@ -341,8 +341,8 @@ def _at_exit() -> None:
             continue
         if not any(f.base == path and f.has_written for f in Folder._open.values()):
             warnings.warn(
-                f"q2compile: telemetry: nothing was written to {path}: training called no "
-                "quantized linear layer that the option's modules name",
+                f"q2compile: telemetry: nothing was written to {path}: training ran no "
+                "quantized linear layer that the option's modules match",
                 TelemetryWarning,
                 stacklevel=1,
             )

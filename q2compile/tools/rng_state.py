@@ -62,14 +62,14 @@ def _whole(value: object, allowed: range) -> int:
     """A whole number; JSON has made texts of those that were keys."""
     number = int(value) if isinstance(value, str) else value
     if type(number) is not int or number not in allowed:
-        raise ValueError(f"{shown(value)} is no whole number from {allowed[0]} to {allowed[-1]}")
+        raise ValueError(f"{shown(value)} is not a whole number from {allowed[0]} to {allowed[-1]}")
     return number
 
 
 def _device(name: object) -> torch.device:
     device = torch.device(name) if isinstance(name, str) else name
     if not isinstance(device, torch.device) or device.type == "meta":
-        raise ValueError(f"{shown(name)} is no device with memory")
+        raise ValueError(f"{shown(name)} is not a device with memory")
     return device
 
 

@@ -115,9 +115,9 @@ def why_values(record: Any, group: Any) -> str:
     if isinstance(group.post_forward_mesh_info, type(group.mesh_info)) and (
         group.post_forward_mesh_info != group.mesh_info
     ):
-        return "reshard_after_forward is an int, for which torch gathers values alone"
+        return "reshard_after_forward is an int, for which torch gathers only values"
     if getattr(record._sharded_local_tensor, _BEFORE, None) is not None:
-        return "it has an all-gather of its own"
+        return "it has a custom all-gather"
     return ""
 
 

@@ -97,7 +97,7 @@ class Gatherer:
         missing = [rank for rank, text in texts.items() if text in (None, _NONE)]
         if missing:
             raise ConfigError(
-                f"gather_codes: rank {dist.get_rank()} called it, and {_ranks(missing)} not. "
+                f"gather_codes: rank {dist.get_rank()} called it, {_ranks(missing)} did not. "
                 "Call it on all ranks, or on none"
             )
         other = [rank for rank, text in texts.items() if text != self._text]
@@ -182,7 +182,7 @@ def check_all_called(root: nn.Module | None) -> None:
     called = [rank for rank, text in texts.items() if text not in (None, _NONE)]
     if called:
         raise ConfigError(
-            f"gather_codes: {_ranks(called)} called it, and rank {dist.get_rank()} not. Call it on "
+            f"gather_codes: {_ranks(called)} called it, rank {dist.get_rank()} did not. Call it on "
             "all ranks, or on none"
         )
 

@@ -93,8 +93,8 @@ class ShardBatch:
 def _warn(name: str, error: Exception) -> None:
     warnings.warn(
         f"q2compile: gather_codes: the graph that quantizes the shards of {name!r} and others of "
-        f"its layer failed to compile, or in its first call ({type(error).__name__}: {error}). On "
-        "this rank it runs without a compiler: slower, and with the same bits",
+        f"its layer failed to compile or in its first call ({type(error).__name__}: {error}). On "
+        "this rank it runs in eager mode: slower, but with the same bits",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -51,7 +51,7 @@ def why_missing() -> str | None:
     try:
         library()
     except BuildError as error:
-        LOG.warning("CPU kernels are left out, their references run instead, slower: %s", error)
+        LOG.warning("no CPU kernels; the slower torch references run instead: %s", error)
         return str(error)
     return None
 
@@ -60,7 +60,7 @@ def reasons() -> list[str]:
     """For reports: why the kernels are missing, if that was asked and they are."""
     if not why_missing.cache_info().currsize or why_missing() is None:
         return []
-    return [f"CPU kernels are left out, their references run instead, slower: {why_missing()}"]
+    return [f"no CPU kernels; the slower torch references run instead: {why_missing()}"]
 
 
 def library() -> ctypes.CDLL:
@@ -108,7 +108,7 @@ def _library() -> ctypes.CDLL:
             with tempfile.TemporaryDirectory() as folder:
                 return compiled_library(compiler, Path(folder) / path.name)
         except OSError as error:  # read-only as well, or no program in it may be run
-            raise BuildError(f"no folder takes a library that can be loaded: {error}.") from error
+            raise BuildError(f"no folder accepts a library that can be loaded: {error}.") from error
 
 
 def _compiler() -> str:

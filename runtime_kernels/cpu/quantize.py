@@ -40,8 +40,8 @@ def _rounding_of(scheme: Scheme) -> int | None:
 
 # The calls that the references serve: the reason, and a test of the call.
 UNSUPPORTED: dict[str, Callable[[QuantizerCall], bool]] = {
-    "statistics are computed beside the same call without them": lambda call: call.recorded,
-    "rng_offset has 32 bits here": lambda call: not 0 <= call.args["rng_offset"] < 1 << 32,
+    "statistics are computed after the same call without them": lambda call: call.recorded,
+    "rng_offset must fit into 32 bits": lambda call: not 0 <= call.args["rng_offset"] < 1 << 32,
     "PyTorch's own operations round to e4m3": lambda call: call.scheme.is_tensorwise,
     "a source has codes and scales": lambda call: (
         call.source_scheme is not None and call.source_scheme.dequantized

@@ -58,7 +58,7 @@ TABLE = (
     ),
     KnownBad(
         *(TRITON, (3, 8), (3, 9), ()),
-        "tl.dot_scaled takes an E8M0 scale of 2^-127, or one that is subnormal in bf16, for zero, "
+        "tl.dot_scaled reads an E8M0 scale of 2^-127, or one that is subnormal in bf16, as zero, "
         "and other fixes are missing",
         "https://github.com/triton-lang/triton/issues/11735 and 11733",
         "a torch with another version of Triton, such as 3.7 (3.9 on 12.1)",

@@ -221,7 +221,7 @@ def with_dbias(seeds, a, b):
 
 NOT_FUSED = {
     "it returns dbias": (with_dbias, lambda: matrices(2)),
-    "sum_1 read the operand, too": (two_readers, lambda: matrices(2)),
+    "sum_1 also read the operand": (two_readers, lambda: matrices(2)),
     "does not go along a row": (
         quantized(lambda a, b: a + b.t()),
         lambda: [normal(ROWS, COLS), normal(COLS, ROWS)],

@@ -123,7 +123,7 @@ def _why_not(call: QuantizerCall, weight: GatheredWeight | None) -> str:
     if not _is_input(weight.shard):
         return "a rank's part of it is computed in the graph"
     if scheme.takes_amax or call.args["amax"] is not None:
-        return "its global scale follows from the largest element of the whole"
+        return "its global scale depends on the largest element of the whole weight"
     columns = weight.sizes[2]
     both = (columns, columns * weight.ranks) if weight.dim == 2 else None
     dtypes = {call.x.meta["val"].dtype}

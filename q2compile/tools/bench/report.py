@@ -125,10 +125,10 @@ def read(path: Path) -> list[Line]:
         except (ValueError, TypeError, KeyError):
             if number < len(texts):
                 raise ValueError(
-                    f"{path}, line {number}: no line of a report: {text[:80]!r}"
+                    f"{path}, line {number}: not a line of a report: {text[:80]!r}"
                 ) from None
     if not lines or lines[0]["kind"] != "machine":
-        raise ValueError(f"{path} is no report of `q2compile bench`: it has no line on the machine")
+        raise ValueError(f"{path} is not a report of `q2compile bench`: no line names the machine")
     if lines[0]["schema"] != SCHEMA:
         raise ValueError(f"{path} has schema {lines[0]['schema']}; this q2compile reads {SCHEMA}")
     return lines

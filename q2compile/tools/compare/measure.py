@@ -68,7 +68,7 @@ def compare(
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"compare: got {shown(model)} for a model; allowed: an nn.Module, whose parameters' "
-            "gradients are compared. Make a function that runs a model the forward of one"
+            "gradients are compared. Wrap a function in an nn.Module whose forward calls it"
         )
     original = original_module(model)
     model = model if original is None else original

@@ -58,7 +58,7 @@ def why_not(call: QuantizerCall) -> str | None:
     """None if the kernels serve such a call on some device; otherwise the reason in words."""
     rule = ScaleRule.of(call.scheme)
     if call.recorded:
-        return "statistics are computed beside the kernel of the same call without them"
+        return "statistics are computed after the kernel of the same call without them"
     if call.by_scales and call.x.dtype != torch.bfloat16:
         return f"it rounds bf16 to given scales, not {call.x.dtype}"
     if call.dbias is not None and rule == ScaleRule.EXACT:
