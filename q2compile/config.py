@@ -463,7 +463,7 @@ def _read_config_file() -> Mapping[str, Any]:
 
 
 def read_options_file(path_text: str, where: str) -> Mapping[str, Any]:
-    """The mapping in a TOML or JSON file. An error begins with ``where``."""
+    """Read the mapping in a TOML or JSON file. An error begins with ``where``."""
     path = Path(path_text)
     with naming(where):
         try:

@@ -106,7 +106,7 @@ class Kernel:
         return self.unavailable(args)
 
     def unavailable(self, args: Sequence) -> str | None:
-        """The same for arguments on a device of the kernel's type."""
+        """None if this kernel runs with arguments on its device type; otherwise why not."""
         failed = KNOWN.calls
         failure = failed.get(_kind(self, args)) if failed else None
         return failure or why_disabled(self.op, self.name) or self.unsupported(*args)
@@ -339,7 +339,7 @@ def left_out() -> list[str]:
 
 
 def forget_references() -> None:
-    """As in a new process: no reference has served a GPU."""
+    """Forget that references have served a GPU, as in a new process."""
     _REFERENCES.clear()
 
 

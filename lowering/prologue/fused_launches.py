@@ -61,7 +61,7 @@ class QuantizerNode(NamedTuple):
 
     @property
     def note(self) -> str:
-        """With the names in aten of the operations that were fused."""
+        """A line for the record of the pass, with the names in aten of the fused operations."""
         data = pointwise(self.call.x)
         ops = {str(o.meta.get("original_aten", o.target)) for o in getattr(data, "origins", ())}
         names = {op.removeprefix("aten.").partition(".")[0] for op in ops}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shorter steps with the same result than those that Inductor's ops ask for one by one
+"""Shorter steps with the same result as those that Inductor's ops ask for one by one
 (expressions.py)."""
 
 from __future__ import annotations

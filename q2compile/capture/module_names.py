@@ -61,7 +61,7 @@ class Names:
               graph without parameters; None for a compiled function
     by_id     id(parameter) -> every name it has (more than one when tied)
     held      the parameters that the graph holds
-    prefix    where the compiled frame's own module stands in root ("" for the whole model, None
+    prefix    where the compiled frame's own module is in root ("" for the whole model, None
               when the frame's parameters show no common place)
     label     the prefix of names of root's parameters: "teacher", where a function runs more than
               one model (see `callers`), else ""

@@ -423,7 +423,7 @@ def _quantizer(recipe: Recipe, layer: Layer, name: str, role: str, operand: Oper
 
 
 def _square_blocks(layer: Layer, name: str, role: str, operand: Operand, elements: Any) -> Step:
-    """By Inductor kernels, which read the operand twice, and q2::split_scales."""
+    """Square blocks, by Inductor kernels, which read the operand twice, and q2::split_scales."""
     bits = (HIGH + written_bits(operand.scheme)) * elements
     pow2 = get_scheme(operand.scheme).global_scale == "pow2"
     launches = _INDUCTOR_SQUARE_LAUNCHES + _SPLIT_SCALES_LAUNCHES * pow2
@@ -434,7 +434,7 @@ def _square_blocks(layer: Layer, name: str, role: str, operand: Operand, element
 
 
 def _tail_launch(layer: Layer, scheme: str, transform: str = "none") -> Launch | None:
-    """The last launch of a quantizer, if others may share it (cuda/quantize/grouped_launch.py)."""
+    """The last launch of a quantizer, if others may share it (quantize/grouped_launch.py)."""
     spec = get_scheme(scheme)
     if (
         not layer.emulated and spec.block[0] == 1 and spec.has_block_scales

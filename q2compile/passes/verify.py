@@ -41,7 +41,7 @@ class _OperandOrigin:
 def check_spec(graph: fx.Graph, kind: str, when: str, random_forward: bool = False) -> None:
     """Raise GraphSpecError if ``graph``, a "forward" or "backward" graph, breaks the rules:
 
-    1. seeds, and ops that take one, stand in backward graphs alone: a seed that the partitioner put
+    1. seeds, and ops that take one, are only in backward graphs: a seed that the partitioner put
        into the forward is drawn a second time in the backward (``random_forward``: a recipe draws
        one in the forward on purpose, and saves it);
     2. the operands of gemm and grouped_gemm come each whole from one op (codes, scales, global

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the value of an option to a recipe that can be computed."""
+"""Turn the value of an option into a recipe that can be computed."""
 
 from __future__ import annotations
 

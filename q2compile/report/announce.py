@@ -45,7 +45,7 @@ _FORMATS = {"fp8": "FP8", "nvfp4": "NVFP4", "mxfp4": "MXFP4"}
 
 
 class _Stderr(logging.Handler):
-    """For programs that have not configured logging."""
+    """A handler for programs that have not configured logging."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.getLogger().handlers:  # those show it, in their own form

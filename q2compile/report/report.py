@@ -125,7 +125,7 @@ collector: ContextVar[RunReport | None] = ContextVar("q2compile_report", default
 
 
 def _predictions(rows: list[dict[str, Any]]) -> list[str]:
-    """The predicted time of all that is taken, and what it stands on; [] without a prediction."""
+    """The predicted time of all that is taken, and its assumptions; [] without a prediction."""
     predicted = [row for row in rows if row["predicted"]]
     taken = [row["predicted"] for row in predicted if row["taken"]]
     notes = [ASSUMPTIONS] if predicted else []

@@ -109,7 +109,7 @@ class _Use:
 
     @property
     def which(self) -> int:
-        """The operand of its maker: 1 for the columnwise one of a gradient's two."""
+        """The operand's place among its maker's: 1 for the columnwise one of a gradient's two."""
         index: Any = self.parts[0].args[1] if self.maker is not self.parts[0] else 0
         return index // len(PARTS)
 

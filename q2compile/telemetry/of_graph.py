@@ -37,7 +37,7 @@ _recorder_numbers = itertools.count()
 def recorder_of(
     gm: fx.GraphModule, options: TelemetryOptions, rows: Iterable[Taken], names: Names
 ) -> Recorder | None:
-    """For a graph that trains; None for a graph that does not train, or that has no linear of ours.
+    """The recorder of a graph; None if it does not train, or has no linear of ours.
 
     rows: its matmuls.
     """

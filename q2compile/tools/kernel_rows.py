@@ -87,7 +87,7 @@ class KernelRow:
             self.state = PASSED
 
     def as_line(self) -> dict[str, Any]:
-        """For JSON."""
+        """The row as a mapping, for JSON."""
         names = "op", "kernel", "of", "scheme", "state", "reason", "milliseconds"
         return {name: getattr(self, name) for name in names}
 

@@ -59,7 +59,7 @@ def set_rng_state(state: Mapping[str, Mapping[int, int]]) -> None:
 
 
 def _whole(value: object, allowed: range) -> int:
-    """A whole number; JSON has made texts of those that were keys."""
+    """A whole number, or the text of one: JSON turns keys into texts."""
     number = int(value) if isinstance(value, str) else value
     if type(number) is not int or number not in allowed:
         raise ValueError(f"{shown(value)} is not a whole number from {allowed[0]} to {allowed[-1]}")

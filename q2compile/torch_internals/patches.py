@@ -147,7 +147,7 @@ class _Here(threading.local):
 
 
 class _Installed:
-    """A replacement that stands in its place. ``value`` asks the thread which function to call."""
+    """An installed replacement. ``value`` asks the thread which function to call."""
 
     def __init__(self, patch: Patch) -> None:
         self.patch, self.original, self.live = patch, patch.value(), True

@@ -139,7 +139,7 @@ def _trains(w: Tensor) -> bool:
 
 
 def _counted(w: Tensor, holders: Sequence[Steps]) -> tuple[tuple[Steps, int], ...]:
-    """Optimizers skip a weight that has no gradient."""
+    """The steps that may change ``w``: optimizers skip a weight without a gradient."""
     trains = _trains(w)
     return tuple((s, s.count) for s in holders if trains or s.has_state_of(w))
 

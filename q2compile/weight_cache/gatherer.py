@@ -120,12 +120,12 @@ class Gatherer:
                 votes.begin()
 
     def _register_again(self) -> None:
-        """At the end of a forward, and at the begin, since its backward may run modules again."""
+        """Register at a forward's start and end, since its backward may run modules again."""
         for hook in self._eager:
             hook.register()
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Before hooks of the user. output: None after an error, with which ranks may be alone."""
+        """Runs before the user's hooks. output: None after an error, maybe of this rank alone."""
         self._register_again()
         for weight in self.weights:
             weight.end_forward()
@@ -138,12 +138,12 @@ class Gatherer:
 
     @torch.compiler.disable
     def _show(self, gradient: Tensor) -> None:
-        """At the begin of a backward, which may run modules again."""
+        """At the start of a backward, which may run modules again, show the gathered parameters."""
         for weight in self.weights:
             weight.show()
 
     def read_by_another_backend(self) -> None:
-        """Its graph is compiled now; it will run for equal layers, too."""
+        """Note a graph that another backend compiles; it will run for equal layers, too."""
         self.others.add(torch.is_grad_enabled())
         for weight in self.weights:
             weight.read_values()
@@ -224,7 +224,7 @@ class _ValuesIfEager:
         self.register()
 
     def register(self) -> None:
-        """Again, if it was called since."""
+        """Register the hook, or register it again if it was removed."""
         if self._handle is not None:
             return
         hook = self._traced

@@ -59,8 +59,8 @@ class ShardBatch:
             weight.send(sent, global_scale)
 
     def _shards(self) -> list[Tensor]:
-        """In the dtype that is quantized. Cast here, as FSDP2 and autocast cast: Inductor would
-        fuse the casts with the quantizers, and leave out the rounding."""
+        """The shards in the dtype that is quantized. They are cast here, as FSDP2 and autocast
+        cast: Inductor would fuse the casts with the quantizers, and leave out the rounding."""
         cast = []
         for weight, wanted in zip(self.weights, self._wanted, strict=True):
             gathered = fsdp.shard_of(weight.record).to(fsdp.dtype_of(weight.record))

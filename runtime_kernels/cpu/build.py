@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """csrc/kernels.cpp as a library of this machine: compiled once by a thread, kept in the cache
-folder, loaded once a process.
+folder, loaded once per process.
 
 The file is named by a hash of the sources, the options, torch's version, and the vectors that torch
 found this processor to have: machines of several kinds may share a folder. The sources include no
@@ -57,7 +57,7 @@ def why_missing() -> str | None:
 
 
 def reasons() -> list[str]:
-    """For reports: why the kernels are missing, if that was asked and they are."""
+    """Lines for reports: why the kernels are missing, if that was asked and they are."""
     if not why_missing.cache_info().currsize or why_missing() is None:
         return []
     return [f"no CPU kernels; the slower torch references run instead: {why_missing()}"]
@@ -133,7 +133,7 @@ def library_path() -> Path:
 
 
 def options() -> tuple[str, ...]:
-    """How it is compiled on this processor."""
+    """The compiler's options for this processor."""
     return *_OPTIONS, *_EXACT, *VECTORS.get(torch.backends.cpu.get_cpu_capability(), ())
 
 

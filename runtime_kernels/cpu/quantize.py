@@ -220,7 +220,7 @@ def requantize(*args: Any) -> list[torch.Tensor]:
 
 
 def _in_groups(maker: _Maker, x: torch.Tensor, seed, **more: Any) -> list[torch.Tensor]:
-    """x columnwise, its rows in the groups of a call."""
+    """The operand x columnwise, its rows in the groups of a call."""
     ends = maker.call.args["offs"], maker.call.args["padded_offs"]
     transform = maker.call.transform
     laid, shares = lay_out(x, *ends, spread=spreads(maker.scheme, transform))
@@ -230,7 +230,7 @@ def _in_groups(maker: _Maker, x: torch.Tensor, seed, **more: Any) -> list[torch.
 
 
 def _column_sums(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """numerics/column_sums.py"""
+    """The sums of the columns, as numerics/column_sums.py defines them."""
     out = x.new_empty((x.shape[1],), dtype=dtype)
     dbias = kernels.DbiasArguments(
         *(x.data_ptr(), out.data_ptr()),

@@ -62,7 +62,7 @@ class Request(NamedTuple):
 
     @property
     def label(self) -> str:
-        """For log lines."""
+        """What the check is of, for log lines."""
         op, name, device, *what = self.check
         words = [str(part) for part in what if part is not None and str(part) != op]
         return f"kernel {name!r} of q2::{op} on {device} ({', '.join(words)})"
@@ -241,7 +241,7 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def _age(known: dict[str, Any]) -> float:
-    """In seconds. A clock that was set back makes nothing young."""
+    """The age of a result in seconds. If the clock was set back, the result counts as old."""
     age = time.time() - known.get("time", 0.0)
     return age if age >= 0 else _DAY + 1
 

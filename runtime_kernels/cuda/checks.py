@@ -107,7 +107,7 @@ def answering(mode: Mode) -> Iterator[None]:
 
 
 def forget() -> None:
-    """As in a new process: nothing is known about any kernel but what is on disk."""
+    """Forget all about kernels except what is on disk, as in a new process."""
     KNOWN.forget()
     CHECKER.forget()
     check_results.forget_sources()

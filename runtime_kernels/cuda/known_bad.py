@@ -23,7 +23,7 @@ CUBLAS, TRITON = "cuBLAS", "Triton"
 
 
 class KnownBad(NamedTuple):
-    """Versions from `first` on and before `fixed` of a library.
+    """Versions of a library from `first` on and before `fixed`.
 
     on: compute capabilities, or majors of them; every one with fp4 tensor cores if it is empty.
     """
@@ -89,13 +89,13 @@ def warn_of_known_bad(index: int) -> None:
 
 
 def cublas() -> tuple[int, ...]:
-    """Its version; empty where it is not there."""
+    """The version of cuBLAS; empty if it is not there."""
     found = cublaslt_version()  # like "130401"
     return tuple(int(part) for part in (found[:-4], found[-4:-2], found[-2:])) if found else ()
 
 
 def triton() -> tuple[int, ...]:
-    """Its version; empty where it is not there."""
+    """The version of Triton; empty if it is not there."""
     try:
         version = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:

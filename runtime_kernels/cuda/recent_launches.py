@@ -37,7 +37,7 @@ def recent() -> list[str]:
 
 
 def forget_recent_launches() -> None:
-    """As in a new process: nothing was launched."""
+    """Forget the last launches, as in a new process."""
     _RECENT.clear()
 
 

@@ -115,7 +115,7 @@ class Blocks:
         return words.view(shape)
 
     def join(self, values: torch.Tensor) -> torch.Tensor:
-        """[n, m, lanes], m values a block -> [rows, m * blocks of a row]."""
+        """[n, m, lanes], m values per block -> [rows, m * blocks of a row]."""
         m = values.shape[1] * (self.tiling.size // self.scheme.width)
         outer = self.tiling.pieces if self.tiling.transpose else 1
         return self.tiling.join(values.reshape(outer, m, self.x.shape[2]))

@@ -158,8 +158,8 @@ def sums(
 def sums_of_codes(
     codes: torch.Tensor, scales: torch.Tensor, global_scale: torch.Tensor, scheme: Scheme
 ) -> torch.Tensor:
-    """The same without x: the share of zeros includes elements that were zero before, errors and
-    saturation are NaN, and amax is that of x̂."""
+    """The sums of codes whose x is not known: the share of zeros includes elements that were zero
+    before, errors and saturation are NaN, and amax is that of x̂."""
     rows, width = codes.shape[:-1].numel(), scheme.packed * codes.shape[-1]
     found = global_scale.new_full((len(SUMS),), rows * width, dtype=torch.float64)
     scale = scales.to(torch.float64)

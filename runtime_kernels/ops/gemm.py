@@ -43,7 +43,7 @@ def schemes_of(
 def checked_gemm(
     a_codes, a_scales, a_global, b_codes, b_scales, b_global, a_scheme: str, b_scheme: str
 ) -> tuple[Scheme, Scheme]:
-    """The same for sizes that are known.
+    """The schemes by name, with the check of sizes that are known.
 
     Raises:
         ValueError: the operands are not padded to the same contraction.

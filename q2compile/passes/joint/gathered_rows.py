@@ -110,7 +110,7 @@ def spread(index: Any) -> fx.Node | None:
 
 
 def zeroes_rows(node: fx.Node) -> tuple[Zeroed, Any] | None:
-    """For a node that sets whole rows to zero: which rows, and the value of the others."""
+    """The rows that a node sets to zero, and the value of the others; None for other nodes."""
     mask: Any
     if node.target is _aten.masked_fill.Scalar:
         inner, mask, value = node.args

@@ -138,7 +138,7 @@ def _ended_by(status: int) -> str:
 
 
 def _stop(process: subprocess.Popen) -> None:
-    """With what it has started: Inductor compiles in processes of its own."""
+    """Stop a process and what it has started: Inductor compiles in processes of its own."""
     if hasattr(os, "killpg"):
         os.killpg(process.pid, signal.SIGKILL)
     else:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of `q2compile bench`: a JSON object a line, flushed as each comes, so that a crash or
-a hang loses nothing of what was found before it.
+"""The report of `q2compile bench`: one JSON object per line, flushed as each comes, so that a crash
+or a hang loses nothing of what was found before it.
 
     kind       has
     machine    the device, versions of all that compiles or runs kernels, the command, the date
@@ -46,7 +46,7 @@ Line = dict[str, Any]
 
 
 class Times(NamedTuple):
-    """Microseconds."""
+    """Times in microseconds."""
 
     median: float
     minimum: float

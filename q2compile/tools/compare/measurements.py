@@ -65,8 +65,8 @@ class ModuleError:
         effect: float | None,
         fp8_effect: float | None,
     ) -> ModuleError:
-        """From the module's rows under the recipe and under fp8. Each shape that was compiled
-        counts once."""
+        """The errors of a module from its rows under the recipe and under fp8. Each shape that was
+        compiled counts once."""
         rows, in_fp8 = (list({r.shape: r for r in of}.values()) for of in (rows, in_fp8))
         flops = [row.flops for row in rows if isinstance(row.flops, int)]
 

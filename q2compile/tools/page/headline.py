@@ -38,7 +38,7 @@ def of_records(telemetry: Mapping[str, Any]) -> list[str]:
 
 
 def bytes_words(n: float) -> str:
-    """3.4 MiB."""
+    """A number of bytes in words, such as 3.4 MiB."""
     unit = 0
     while n >= 1024 and unit < len(_UNITS) - 1:
         n, unit = n / 1024, unit + 1

@@ -134,7 +134,7 @@ class Descriptors:
             self._set("MatmulPreference", self.preference, attribute, number)
 
     def set(self, attribute: int, value) -> None:
-        """An attribute of the operation."""
+        """Set an attribute of the operation."""
         self._set("MatmulDesc", self.operation, attribute, value)
 
     def _set(self, kind: str, of: ctypes.c_void_p, attribute: int, value) -> None:

@@ -54,5 +54,5 @@ def padded(codes: torch.Tensor, rows: int, width: int) -> torch.Tensor:
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
-    """A view may begin anywhere."""
+    """The tensor, copied if it does not begin on 16 bytes: a view may begin anywhere."""
     return x.clone() if x.data_ptr() % ALIGNMENT else x

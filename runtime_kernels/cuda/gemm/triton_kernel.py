@@ -3,7 +3,7 @@
 Blackwell (tcgen05 with block scales on 10.x, mma with block scales on 12.x).
 
     a [M, K/2], b [N, K/2]    packed codes; M and N any, K whole blocks
-    a_scales, b_scales        swizzled (numerics/swizzle.py): 512 bytes that lie together are those
+    a_scales, b_scales        swizzled (numerics/swizzle.py): each 512 contiguous bytes are those
                               of 128 rows and 4 blocks, so that a tile's come in loads of 16 bytes
     out [M, N] = (sum over k of a * b) * (a_global * b_global) + bias
 

@@ -65,7 +65,7 @@ class Target(NamedTuple):
 
 
 def family_of(capability: Version) -> Family | None:
-    """None for GPUs without fp4 tensor cores, and for unknown ones."""
+    """The family of a GPU; None for GPUs without fp4 tensor cores, and for unknown ones."""
     return None if capability in _NOT_OF_THE_FAMILY else FAMILIES.get(capability[0])
 
 

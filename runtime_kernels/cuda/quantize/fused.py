@@ -199,7 +199,7 @@ def representative(operands: int = 1, dtype: torch.dtype = torch.bfloat16) -> Pr
 
 
 def representative_inputs() -> list[torch.Tensor]:
-    """Its inputs, on the CPU."""
+    """The inputs of `representative`, on the CPU."""
     generator = torch.Generator("cpu").manual_seed(1)
 
     def normal(*shape: int) -> torch.Tensor:

@@ -111,7 +111,7 @@ def arguments_of(step: Step) -> tuple[int, ...]:
 
 
 def renumbered(step: Step, number: Mapping[int, int]) -> Step:
-    """The same step, where others have new numbers."""
+    """The same step with the new numbers of other steps."""
     name, *args = step
     if name == "load":
         return (name, *args[:3], number.get(args[3], -1))
@@ -210,5 +210,5 @@ def index_value(text: str, r: Any, c: Any) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def _code(text: str) -> CodeType:
-    """Parsed once, not for each value."""
+    """The compiled text of an index, parsed once, not for each value."""
     return compile(text, "<index>", "eval")

@@ -74,7 +74,7 @@ def why_not(call: QuantizerCall) -> str | None:
 
 
 def rows_too_far_apart(x: torch.Tensor) -> bool:
-    """Whether it is known of a matrix, of rows or of columns, that they lie 2^32 bytes apart."""
+    """Whether rows, or columns, of a matrix are known to be 2^32 bytes apart."""
     steps = (step * x.element_size() for step in x.stride())
     return any(statically_known_true(step >= 1 << 32) for step in steps)
 
