@@ -102,8 +102,7 @@ __all__ = [*_HOMES, "__version__", "telemetry"]
 if not TYPE_CHECKING:  # a checker would take any name for one that this finds
 
     def __getattr__(name: str) -> Any:
-        """Load on first use: the public names need torch._dynamo, which takes a second to import.
-        """
+        """Load on first use: the public names need torch._dynamo, a second of imports."""
         from importlib import import_module
 
         if name == "telemetry":

@@ -113,8 +113,7 @@ class _Compared(Rounding):
 
 
 class FourOverSix(_Compared):
-    """Rounds to nearest, by the one of two scales with the smaller error: `nvfp4._four_over_six`.
-    """
+    """Rounds to nearest, by that of two scales with the smaller error: `nvfp4._four_over_six`."""
 
     def __init__(self, blocks: ReducedBlocks, scheme: Scheme, scales: ComparedScales) -> None:
         super().__init__(blocks, scheme, scales)

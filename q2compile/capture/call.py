@@ -134,7 +134,7 @@ def _unusable(matmul: Matmul) -> str:
     if min(tensor_parallel.smallest_part(w)) < 16:
         part = "a rank's part of the weight" if isinstance(w, DTensor) else "the weight"
         shape = list(tensor_parallel.smallest_part(w))
-        return f"too small: {part} is {shape}, but a block has 16 values"
+        return f"too small: {part} is {shape}, a block has 16 values"
     return ""
 
 
