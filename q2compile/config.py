@@ -133,7 +133,7 @@ class Config:
     strict          raise when a pattern matches nothing, or a wanted matmul was not taken or seen;
                     when no graph at all reaches the backend only `explain` can tell
     mode            a mode of Inductor: "default", "reduce-overhead", "max-autotune", ...
-    inductor        settings of Inductor's config for these graphs alone
+    inductor        settings of Inductor's config for only these graphs
     inner           "inductor", or "eager" to run the rewritten graphs without Inductor
     disable_passes  names of graph passes to leave out, to find which one is at fault
     disable_kernels  names of kernels that must not run, such as "cublaslt_fp4" or "quantize.cuda":
@@ -156,11 +156,11 @@ class Config:
                     their operand from memory
     on_error        when a stage of q2compile raises: "raise" StageError, which names the graph, the
                     stage and a file that reproduces it; or "bf16": warn, and compile that graph
-                    with Inductor alone
-    seed            key of a counter of q2compile's own, on each device, from which the random bits
-                    of the backward are drawn: torch's default generator is then left alone, and
-                    dropout and noise are those of a bf16 run. An int, signed or unsigned of 64
-                    bits; None draws from the default generator (see `q2compile.get_rng_state`)
+                    with plain Inductor
+    seed            an int of 64 bits, signed or unsigned: the random bits of the backward come from
+                    a counter of q2compile's own with this key, on each device, so dropout and noise
+                    are those of a bf16 run. None draws from torch's default generator, as they do
+                    (see `q2compile.get_rng_state`)
     telemetry       records errors of each quantized operand every so many steps: a mapping with
                     the keys every, modules, to, csv, tensorboard (see `telemetry.options`); None
                     records nothing

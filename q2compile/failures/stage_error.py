@@ -20,7 +20,7 @@ COMPILE = "compilation of the rewritten graph"
 
 
 class FaultWarning(RuntimeWarning):
-    """A stage of q2compile raised, and the graph is compiled by Inductor alone."""
+    """A stage of q2compile raised, so the graph is compiled in bf16 by plain Inductor."""
 
 
 class Faults:

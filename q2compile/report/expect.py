@@ -28,9 +28,8 @@ _saved: Any = WeakIdKeyDictionary()  # models with a matmul in code that was com
 
 
 def expect(model: nn.Module) -> None:
-    """Make sure that ``model`` trains in 4 bits: if no compiled code with a matmul of it in 4 bits
-    has run by the time its first gradient is complete, the backward raises. No optimizer has
-    stepped then.
+    """Make sure that ``model`` trains in 4 bits: the first backward raises if none of its matmuls
+    has run in 4 bits when its first gradient is complete. No optimizer has stepped by then.
 
     For trainers that compile the model themselves, or are given a compiled one: a wrong flag, a
     call that goes around the compiled module, or a policy that matches everything leaves a training

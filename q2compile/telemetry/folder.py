@@ -255,7 +255,7 @@ def _event(finding: Finding) -> Row:
 
 
 def flush() -> None:
-    """Write all that has been recorded so far. Waits for the device; done at exit, too."""
+    """Write all that has been recorded so far, waiting for the device. Done at exit, too."""
     for (process, *_), folder in list(Folder._open.items()):
         if process == os.getpid():
             folder.flush()

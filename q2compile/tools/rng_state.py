@@ -15,8 +15,8 @@ _COUNTS = range(2**63)
 
 
 def get_rng_state() -> dict[str, dict[int, int]]:
-    """How many seeds were drawn under the option ``seed``: {device: {seed: count}}. A checkpoint
-    that holds it lets `set_rng_state` go on with the random bits that would have come next.
+    """Return how many seeds were drawn under the option ``seed``: {device: {seed: count}}. With it
+    in a checkpoint, `set_rng_state` continues with the random bits that would have come next.
 
     Waits for the devices. Empty if no graph was compiled with that option.
     """
@@ -28,7 +28,7 @@ def get_rng_state() -> dict[str, dict[int, int]]:
 
 
 def set_rng_state(state: Mapping[str, Mapping[int, int]]) -> None:
-    """Go on from what `get_rng_state` returned, before or after the model is compiled.
+    """Continue from what `get_rng_state` returned. Call it before or after the model is compiled.
 
     The state of a single CUDA device goes to the current one: a rank may restore what another saved
     on a GPU of another number. Counters that the state does not name begin again.

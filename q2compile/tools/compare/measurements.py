@@ -26,7 +26,7 @@ RUNS = ("all", *GEMMS)  # the whole recipe, and each of its GEMMs alone
 
 @dataclass
 class ModuleError:
-    """One module.
+    """The errors and costs of one module.
 
     shape       "T×N×K"; of the first of its matmuls if it has more than one
     fprop, dgrad, wgrad   relative error of that GEMM's result on the operands of the run in bf16;
