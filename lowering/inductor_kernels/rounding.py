@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From blocks and their scales to codes: what the formats share.
+"""Rounding of blocks by their scales to codes, as far as the formats share it.
 
 A block's scale is held as a small int32, whose meaning is the format's.
 """

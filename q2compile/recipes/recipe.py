@@ -59,7 +59,7 @@ class Operand:
 
     @property
     def requantized(self) -> bool:
-        """Made of fprop's codes, so rounded twice."""
+        """Whether it is made of fprop's codes, and so rounded twice."""
         return self.source == "requantize"
 
     @property

@@ -75,8 +75,8 @@ class NoteLayout:
         return 1 + max((index for _, index in self.rows), default=-1)
 
     def text(self) -> str:
-        """As an argument of an op, without double quotes: Inductor's C++ wrapper does not escape
-        them."""
+        """The layout as an argument of an op, without double quotes: Inductor's C++ wrapper does
+        not escape them."""
         return json.dumps(asdict(self)).replace('"', "'")
 
     @staticmethod

@@ -77,7 +77,7 @@ def _served(names: Names) -> dict[str, list[str]]:
 
 
 def _sampled_bytes(w: Any, operand: Operand) -> int:
-    """At most as many bytes as a record keeps of this weight's codes."""
+    """The bytes that a record keeps of this weight's codes, at most."""
     columns = int(w.shape[-1])
     rows, padded = w.numel() // max(columns, 1), -(-columns // _UNIT) * _UNIT
     sample, packed = sample_of(rows, columns, CODES_SAMPLE), SCHEMES[operand.scheme].packed

@@ -138,7 +138,7 @@ class Gatherer:
 
     @torch.compiler.disable
     def _show(self, gradient: Tensor) -> None:
-        """At the start of a backward, which may run modules again, show the gathered parameters."""
+        """Show the gathered parameters when a backward begins, which may run modules again."""
         for weight in self.weights:
             weight.show()
 
@@ -162,8 +162,8 @@ def _is_read_by_graph() -> bool:
 
 
 def check_all_called(root: nn.Module | None) -> None:
-    """Before a graph of ``root`` is compiled: raise ConfigError if some ranks, this one or others,
-    have not called gather_codes, and others have."""
+    """Raise ConfigError, before a graph of ``root`` is compiled, if some ranks, this one or others,
+    have not called gather_codes and others have."""
     found = named_modules(root) if root is not None and dist.is_initialized() else ()
     sharded = [module for _, module in found if fsdp.is_sharded(module)]
     known = [_covered[module] for module in sharded if module in _covered]

@@ -111,7 +111,7 @@ def agreement(wanted: Sequence[RequestedCodes], *shards: Tensor) -> tuple[Tensor
 
 
 def codes(wanted: Sequence[RequestedCodes], agreed: Tensor, *shards: Tensor) -> tuple[Tensor, ...]:
-    """For each weight the global scale, and what `shard_codes.of_shard` returns."""
+    """The global scale of each weight, and what `shard_codes.of_shard` returns for it."""
     g = shard_codes.global_scale(agreed)
     filling = shard_codes.filling(agreed, g, [w.operand for w in wanted]) if len(agreed) else ()
     made: list[Tensor] = []

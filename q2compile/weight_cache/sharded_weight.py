@@ -114,9 +114,10 @@ class ShardedWeight:
         self._runs = False
 
     def leave(self, has_backward: bool) -> bool:
-        """After a forward: nobody may see a parameter without values. Where FSDP2 frees it, it does
-        that; where it does not, and no backward follows, gather the values, as FSDP2 would have.
-        Before a backward its module shows the shard, until `show`; return whether it does.
+        """Called after a forward, when nobody may see a parameter without values. Where FSDP2 frees
+        it, it does that; where it does not, and no backward follows, gather the values, as FSDP2
+        would have. Before a backward its module shows the shard, until `show`; return whether it
+        does.
 
         A weight that graphs read outside of the model's forward stays as it is: they expect it.
         """

@@ -113,7 +113,7 @@ class CallSite:
         return args
 
     def byte_offsets(self, args: Sequence[Any]) -> tuple[int, ...]:
-        """For each tensor of the arguments, where it begins in the tensor that is given for it."""
+        """Where each tensor of the arguments begins in the tensor that is given for it."""
         return tuple(
             view.offset * arg.element_size() if isinstance(view, View) else 0
             for view, arg in zip(self._args, args, strict=True)

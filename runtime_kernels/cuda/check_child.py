@@ -180,7 +180,7 @@ class Checker:
         return future
 
     def forget(self) -> None:
-        """As in a new process."""
+        """Forget what the child answered, as in a new process."""
         with self._lock:
             self._futures, self._unable = {}, None
             self._limit = SECONDS

@@ -172,7 +172,7 @@ def named(device: torch.device) -> tuple[str, int, int]:
 
 
 def forget_sources() -> None:
-    """As in a new process: the sources of the kernels are read again."""
+    """Forget the sources of the kernels, which are then read again, as in a new process."""
     _hash.cache_clear()
 
 
@@ -192,8 +192,8 @@ def _is_alive(marker: Path, known: dict[str, Any]) -> bool:
 
 
 def _where() -> list[str]:
-    """Names the process ids that this process sees. Containers often have equal host names, each
-    with process ids of its own."""
+    """A name of the process ids that this process sees. Containers often have equal host names,
+    each with process ids of its own."""
     names = [socket.gethostname()]
     with suppress(OSError):
         names.append(_BOOT_ID.read_text().strip())

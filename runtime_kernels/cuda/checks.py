@@ -158,7 +158,7 @@ def is_known(request: Request) -> bool:
 
 
 def listen(listener: Listener) -> None:
-    """In the child process: checks run in this process, which notifies its parent."""
+    """Listen in the child process: checks run in this process, which notifies its parent."""
     _State.listener = listener
     _State.mode = Mode(in_child=False)
 

@@ -42,7 +42,7 @@ def forget_recent_launches() -> None:
 
 
 def watch() -> None:
-    """Has an uncaught device error be followed by that line from now on."""
+    """Makes that line follow an uncaught device error from now on."""
     global _watching
     if _watching:
         return

@@ -51,7 +51,7 @@ def as_grouped(b: torch.Tensor, gemm: str, groups: int) -> torch.Tensor:
 
 
 def result_shape(a_codes: torch.Tensor, b_codes: torch.Tensor, groups: int, gemm: str) -> tuple:
-    """Works on symbolic sizes."""
+    """The shape of the result, also for symbolic sizes."""
     rows, columns = a_codes.shape[0], b_codes.shape[0]
     return {
         "fprop": (rows, columns // groups),

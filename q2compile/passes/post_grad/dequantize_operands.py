@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Without fp4 tensor cores: quantizers write dequantized bf16 operands for the bf16 GEMMs."""
+"""Quantizers write dequantized bf16 operands for bf16 GEMMs if there are no fp4 tensor cores."""
 
 from __future__ import annotations
 

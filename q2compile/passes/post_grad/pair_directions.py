@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both quantizations of one matrix, along its rows and along its columns, from one read."""
+"""Quantize a matrix along its rows and along its columns from one read."""
 
 from __future__ import annotations
 

@@ -259,7 +259,7 @@ def plan(product: GemmKind, wanted: Sequence[int] | None = None) -> Plan:
 
 
 def forget_plans() -> None:
-    """As in a new process: the algorithm of each product is chosen again."""
+    """Forget all plans, as in a new process: the algorithm of each product is chosen again."""
     _PLANS.clear()
 
 

@@ -172,8 +172,8 @@ def disagreement(op: str, name: str, device: torch.device, call: Sequence[Any]) 
 
 @contextmanager
 def marked(what: Request | None) -> Iterator[None]:
-    """Around the launch and its comparison. The mark stays if the process ends here, or if the
-    device fails."""
+    """A context for the launch and its comparison. The mark stays if the process ends here, or if
+    the device fails."""
     if what is None:
         yield
         return
@@ -340,7 +340,7 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _rows_of(factor: Factor, rows: torch.Tensor) -> Factor:
-    """Those rows of an operand, with scales that are not swizzled and one per row."""
+    """The given rows of an operand, with scales that are not swizzled and one per row."""
     codes, scales, global_scale, spec = factor
     if spec.swizzled:
         scales = unswizzle_32x4x4(scales, codes.shape[0], 2 * codes.shape[1] // spec.width)

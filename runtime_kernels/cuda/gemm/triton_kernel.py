@@ -62,8 +62,8 @@ _TILES = {
 
 
 def choose_tile(major: int, m: int, n: int, multiprocessors: int, results: int = 1) -> Tile:
-    """For so many results [m, n] in one launch: the large tile where at least one wave of them is
-    full, otherwise the small one."""
+    """The tile for so many results [m, n] in one launch: the large one where at least one wave of
+    them is full, otherwise the small one."""
     large, small = _TILES[min(_TILES, key=lambda known: (known > major, major - known))]
     tiles = results * ceil_div(m, large.m) * ceil_div(n, large.n)
     return large if tiles >= multiprocessors else small

@@ -88,7 +88,7 @@ def fused_plan(
 
 
 def prepare(prologue: PrologueExpression, call: QuantizerCall, index: int) -> list[Future]:
-    """Has NVRTC begin to compile the kernels of such a call, in threads."""
+    """Starts the compilation of the kernels of such a call by NVRTC, in threads."""
     needed = launches(
         SOURCES[prologue.dtype],
         call.scheme,

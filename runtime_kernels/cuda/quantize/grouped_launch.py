@@ -74,7 +74,7 @@ def grouped_plan(
 
 
 def compile_ahead(calls: Iterable[Iterable[Launch]], index: int) -> list[Future]:
-    """Has NVRTC begin to compile the batched launches of a group, which no call has by itself, in
+    """Starts the compilation of a group's batched launches, which no call has by itself, in
     threads.
 
     calls: the launches that each may have (Launching.launches).
