@@ -20,7 +20,7 @@ _ATTRIBUTES = ("merged_adapters", "merged")
 
 
 class Merged:
-    """What is merged into the parameters of one model: id -> the modules that note it."""
+    """The adapters merged into the parameters of one model: id -> the modules that note them."""
 
     def __init__(self, noting: dict[int, list[weakref.ref[nn.Module]]]) -> None:
         self._noting = noting

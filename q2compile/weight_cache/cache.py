@@ -125,7 +125,7 @@ _lock = RLock()
 
 
 def forget_weights() -> None:
-    """Discard all cached codes of weights: they are made again when they are next needed.
+    """Discard all cached codes of weights: they are recomputed when they are next needed.
 
     For code that writes into a parameter in a way that autograd does not see, such as
     ``p.data.copy_(average)``. Needed with the option ``cache_weights`` alone.

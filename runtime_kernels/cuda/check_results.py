@@ -62,7 +62,7 @@ class Request(NamedTuple):
 
     @property
     def label(self) -> str:
-        """What the check is of, for log lines."""
+        """The subject of the check, for log lines."""
         op, name, device, *what = self.check
         words = [str(part) for part in what if part is not None and str(part) != op]
         return f"kernel {name!r} of q2::{op} on {device} ({', '.join(words)})"
