@@ -266,7 +266,7 @@ def test_the_rule(monkeypatch) -> None:
     steps = (*prologue.steps, ("log", last))
     dear = replace(prologue, steps=steps, results=(last + 1,))
     assert WHY_NOT(dear, spec, 2, 9) is None
-    assert "an element, twice for an exact global scale" in WHY_NOT(dear, exact, 2, 9)
+    assert "per element, twice for an exact global scale" in WHY_NOT(dear, exact, 2, 9)
 
 
 def gated(scheme: str = EDEN) -> Callable:
