@@ -125,7 +125,8 @@ def test_compare_modules(capsys: pytest.CaptureFixture[str], first_line) -> None
     printed = capsys.readouterr().out
     assert "relative error of the gradient of all parameters" in printed
     options = json.loads(printed[printed.index("{") : printed.rindex("}") + 1])
-    assert options["recipe"] == "quartet2" and set(options["policy"].values()) == {"bf16"}
+    assert options["recipe"] == "quartet2"
+    assert set(options["policy"].values()) == {"bf16", "fp8"}
     assert "loss with that policy" in printed
     assert "of 3 matmuls in NVFP4 (quartet2)" in first_line()
     assert Path("ranking.svg").stat().st_size > 1000
