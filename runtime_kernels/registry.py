@@ -51,7 +51,7 @@ FUSED = "fused"  # CUDA quantizers that compute their operand (prologue fusion),
 GROUPED = "grouped_launch"  # one launch for several calls, in generated code
 CUDA_BF16, TRITON_FP4, CUBLASLT_FP4 = "cuda_bf16", "triton_fp4", "cublaslt_fp4"
 SCALED_MM = "scaled_mm"  # torch's FP8 GEMM
-# The rough cost of another kernel in the place of one.
+# The rough cost of another kernel in place of one.
 _COSTS = {
     CUDA: "a torch reference takes 10 to 30 times as long",
     CPP: "a torch reference takes several times as long",

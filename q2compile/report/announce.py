@@ -146,7 +146,7 @@ def slower(rows: Sequence[Row]) -> list[str]:
 
 def _of_weights(rows: Sequence[Row]) -> list[Row]:
     """The matmuls with a parameter; in a graph that has none the linears, whose weights may be
-    what another library has put in the place of parameters."""
+    what another library has put in place of parameters."""
     return [row for row in rows if row.has_parameter] or [r for r in rows if r.spelling == "linear"]
 
 

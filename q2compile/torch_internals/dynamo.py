@@ -351,7 +351,7 @@ def carry_sources(dynamo: fx.GraphModule, copy: fx.GraphModule) -> None:
 def copied(gm: fx.GraphModule | None, graph: fx.Graph | None = None) -> fx.GraphModule:
     """``gm`` with new graphs, inside it (checkpoint bodies) too; tensors are shared.
 
-    graph: a copy of its own graph that was made before, in the place of one that is made now.
+    graph: a copy of its own graph that was made before, in place of one that is made now.
     """
     assert gm is not None
     new = fx.GraphModule(gm, graph or copy.deepcopy(gm.graph), type(gm).__name__)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One parameter under FSDP2 whose codes may be gathered in the place of its values."""
+"""One parameter under FSDP2 whose codes may be gathered in place of its values."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Call sites of quantizers that compute their operand (prologue fusion). They are called with the
-inputs of the prologue in the place of the operand. Two calls that compute their operands from one
+inputs of the prologue in place of the operand. Two calls that compute their operands from one
 read are one call site.
 
     q2_fused_0 = q2_FusedCallSite(q2_PrologueExpression(...), (

@@ -82,7 +82,7 @@ class Sample(NamedTuple):
 
     def of(self, x: torch.Tensor, dim: int = 0, per: int = 1) -> torch.Tensor:
         """The rows of the sample, of a matrix that has rows / per along dim: a view with
-        [groups, GROUP / per] or [groups, 1] in the place of dim."""
+        [groups, GROUP / per] or [groups, 1] in place of dim."""
         size, stride = list(x.shape), list(x.stride())
         size[dim : dim + 1] = [self.groups, max(GROUP // per, 1)]
         stride.insert(dim, self.apart // per * stride[dim])

@@ -32,7 +32,7 @@ def schemes_of(
     """The schemes by name.
 
     Raises:
-        ValueError: one is unknown; an operand is no quantized matrix of its scheme.
+        ValueError: one is unknown; an operand is not a quantized matrix of its scheme.
     """
     specs = get_scheme(a_scheme), get_scheme(b_scheme)
     check_quantized("gemm", a_codes, a_scales, a_global, dtype=specs[0].codes_dtype)

@@ -170,7 +170,7 @@ def test_a_batch_without_rows(recipe):
 
 
 def test_functional_call_of_a_compiled_model_is_quantized():
-    """Tensors in the place of parameters are taken for them, by the same names."""
+    """Tensors in place of parameters are taken for them, by the same names."""
     model, (tokens, _) = new_model(), batch()
     compiled = quantized(model, strict=True, policy={"layers.0.up": "bf16"})
     given = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}

@@ -95,7 +95,7 @@ def _keys(call: QuantizerCall) -> list[tuple[Any, Any]]:
 
 
 def _is_pair(first: fx.Node, second: fx.Node) -> bool:
-    """Whether two such calls can be one, in the place of the first."""
+    """Whether two such calls can be one, in place of the first."""
     call = quantizer_of(second)
     assert call is not None
     seed = call.operands[0].seed
@@ -140,7 +140,7 @@ def _both(first: fx.Node, second: fx.Node) -> QuantizerCall:
 
 
 def _replace(graph: fx.Graph, first: fx.Node, second: fx.Node) -> None:
-    """Put one call in the place of the first; its outputs 0-2 are the row's, 3-5 the column's."""
+    """Put one call in place of the first; its outputs 0-2 are the row's, 3-5 the column's."""
     row, column = _row_and_column(first, second)
     call = _both(first, second)
     with graph.inserting_before(first):

@@ -348,7 +348,7 @@ def on_host(bench: Bench) -> Iterator[BenchRow]:
 
 
 def _host_row(name: str, shape: tuple[int, ...], own: float, bf16: float | None = None) -> BenchRow:
-    """A row of host times. own and bf16 are slopes, and one that is not positive is no time."""
+    """A row of host times. own and bf16 are slopes, and one that is not positive is not a time."""
     if own <= 0 or (bf16 is not None and bf16 <= 0):
         why = f"{BUSY}: the time of more calls is not longer"
         return BenchRow("host", name, shape, NOISE, why=why)

@@ -114,7 +114,7 @@ def read(path: Path) -> list[Line]:
     """The lines of a report; a last one that was cut off is left out.
 
     Raises:
-        ValueError: it is no report.
+        ValueError: it is not a report.
     """
     lines: list[Line] = []
     texts = path.read_text(encoding="utf-8").splitlines()

@@ -207,6 +207,6 @@ class Measurements:
 
 
 def check_budget(budget: object) -> None:
-    """Raises ValueError for what is no share."""
+    """Raises ValueError unless ``budget`` is a share."""
     if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 <= budget <= 1:
         raise ConfigError(f"budget: got {shown(budget)}; allowed: a share, from 0 to 1")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prologue expressions. Each computes a matrix element by element, or two matrices of one size.
-rotate_quantize.cu computes it in the place of reading its operand. lowering/prologue/expressions.py
+rotate_quantize.cu computes it in place of reading its operand. lowering/prologue/expressions.py
 makes it from Inductor's IR.
 
 Steps are numbered in order; an integer argument is the index of an earlier step. The result of a

@@ -116,7 +116,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "a batch for batches": (
         plain,
         {"activations": "static", "calibration": X},
-        "calibration: got a Tensor in the place of batches",
+        "calibration: got a Tensor in place of batches",
     ),
     "batches for a batch": (
         plain,
