@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How Inductor lowers q2 ops, from a node of a graph to a line of generated code. May import
-runtime_kernels and torch_internals.
+graph, runtime_kernels and torch_internals.
 
 lowerings.py         the table: the steps that are tried for each op, in order
 state.py             the state of one graph's lowering, shared by all lowerings
@@ -8,8 +8,7 @@ prologue/            prologue fusion: a CUDA kernel computes its operand
 inductor_kernels/    the quantizer as a kernel that Inductor generates
 launches.py          launches of our kernels, past torch's dispatcher; member.py is one call
 launch_node.py       the node of such launches in Inductor's graph
-gemm.py              emulated GEMMs, on bf16 tensor cores; gemm_operands.py their operands,
-                     gathered.py gathered rows
+gemm.py              emulated GEMMs, on bf16 tensor cores; gathered.py gathered rows
 
 An op without a lowering is an extern kernel: a call of torch.ops.q2."""
 

@@ -12,7 +12,7 @@ import torch
 from torch._inductor.lowering import lowerings
 from torch._inductor.virtualized import V
 
-from q2compile.lowering.gemm_operands import reads_ungathered
+from q2compile.graph.gemms import is_emulated
 from q2compile.lowering.inductor_kernels.blocks import reinterpreted
 from q2compile.lowering.member import OpCall
 from q2compile.lowering.state import lowering_state
@@ -23,7 +23,7 @@ def gather_rows(call: OpCall) -> tuple[Any, Any]:
     codes, scales, rows = call.bound
     lowering_state().ungathered[V.current_node] = codes, scales, rows
     readers = [reader for output in V.current_node.users for reader in output.users]
-    if readers and all(reads_ungathered(reader) for reader in readers):
+    if readers and all(is_emulated(reader) for reader in readers):
         return None, None
     bytes_ = gathered(reinterpreted(scales, torch.uint8), rows)
     return gathered(codes, rows), reinterpreted(bytes_, scales.get_dtype())

@@ -27,15 +27,14 @@ from torch._inductor.lowering import fallback_handler, lowerings
 from torch._inductor.virtualized import V
 from torch.utils._sympy.functions import FloorDiv
 
-from q2compile.lowering.gathered import gathered
-from q2compile.lowering.gemm_operands import (
-    GEMM,
+from q2compile.graph.gemms import (
     OPERANDS,
     gather_of,
     is_emulated,
     multiplies_fp8,
     ungathered,
 )
+from q2compile.lowering.gathered import gathered
 from q2compile.lowering.launches import launch_batched, launches_of
 from q2compile.lowering.member import OpCall
 from q2compile.lowering.state import lowering_state
@@ -109,7 +108,7 @@ def with_alpha(call: OpCall) -> Any:
     if alpha is None:
         return None
     a_codes, a_scales, _, b_codes, b_scales, _, *others = call.bound
-    return launches_of(GEMM, a_codes, a_scales, alpha, b_codes, b_scales, None, *others)
+    return launches_of(call.overload, a_codes, a_scales, alpha, b_codes, b_scales, None, *others)
 
 
 def grouped_product(call: OpCall) -> Any:

@@ -17,7 +17,10 @@ from torch._inductor import ir
 from torch._inductor.lowering import empty_strided, fallback_handler, view
 from torch._inductor.virtualized import V
 
-from q2compile.lowering.gemm_operands import is_read
+from q2compile.graph.gemms import is_read
+from q2compile.graph.launch_groups import global_scales
+from q2compile.graph.node_meta import ALPHA_FROM
+from q2compile.graph.nodes import name_of
 from q2compile.lowering.launch_node import LaunchNode, call_argument
 from q2compile.lowering.member import Member, OpCall
 from q2compile.lowering.state import lowering_state
@@ -26,7 +29,6 @@ from q2compile.runtime_kernels.cuda.quantize import grouped_launch
 from q2compile.runtime_kernels.cuda.quantize.grouped_check import Group, begin, checked_as
 from q2compile.runtime_kernels.cuda.quantize.grouped_launch import compile_ahead
 from q2compile.runtime_kernels.cuda.quantize.grouping import can_share
-from q2compile.runtime_kernels.ops.launch_groups import ALPHA_FROM, global_scales
 from q2compile.runtime_kernels.ops.table import SPLIT_SCALES
 from q2compile.runtime_kernels.registry import as_written, bound, call_op, parameters, serving
 
@@ -229,10 +231,6 @@ def _products_of(members: Sequence[Member]) -> list[AlphaProduct]:
 def _fallback(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     _enqueue_waiting()  # the op may read their results: statistics of a recorded operand do
     return fallback_handler(op, add_to_fallback_set=False)(*args, **kwargs)
-
-
-def name_of(op: torch._ops.OpOverload) -> str:
-    return op.name().partition("::")[2]
 
 
 def is_tensor(arg: Any) -> bool:

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 from torch import fx
 from torch._inductor.virtualized import V
 
+from q2compile.graph.launch_groups import adjacent_quantizers
+from q2compile.graph.node_meta import LAUNCH_GROUP
+from q2compile.graph.quantizers import quantizer_of
 from q2compile.lowering.member import Member
-from q2compile.runtime_kernels.ops.launch_groups import LAUNCH_GROUP, adjacent_quantizers
-from q2compile.runtime_kernels.ops.table import quantizer_of
 
 
 class LaunchGroup(NamedTuple):

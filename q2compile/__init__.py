@@ -28,7 +28,7 @@ RecipeChange, PolicyValue, Mode and TelemetryMapping.
 
 from typing import TYPE_CHECKING, Any
 
-from q2compile.version import __version__
+__version__ = "0.2.0"  # pyproject.toml reads it without importing the package
 
 if TYPE_CHECKING:
     from q2compile import telemetry as telemetry

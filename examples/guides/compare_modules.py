@@ -37,7 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--recipe", default="quartet2", help="default %(default)s")
     parser.add_argument(
-        "--budget", type=float, default=0.2, help="share of the FLOPs that may go back to BF16"
+        "--budget",
+        type=float,
+        default=0.2,
+        help="share of the FLOPs that may go back to FP8 or BF16",
     )
     parser.add_argument("--picture", help="draw the ranking (png, svg, pdf); needs matplotlib")
     args = parser.parse_args(argv)
@@ -52,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     print(comparison)
     options = comparison.options(args.budget)
-    print(f"\nwith the worst modules in BF16, for {args.budget:.0%} of the FLOPs:")
+    print(f"\nwith the worst modules in FP8 or BF16, for {args.budget:.0%} of the FLOPs:")
     print(json.dumps(options, indent=2))
     if args.picture:
         comparison.draw(args.picture)

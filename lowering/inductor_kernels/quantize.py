@@ -8,15 +8,16 @@ from typing import Any
 import torch
 from torch._inductor import ir
 from torch._inductor.virtualized import V
-from torch.fx.node import map_arg
 
+from q2compile.graph.quantizers import quantizer_of
+from q2compile.graph.served import kernel_of
 from q2compile.lowering import launches
 from q2compile.lowering.inductor_kernels import fp8, mxfp4, nvfp4, selfcheck, support
 from q2compile.lowering.inductor_kernels.blocks import ReducedBlocks
 from q2compile.lowering.inductor_kernels.rounding import Quantized
 from q2compile.lowering.member import OpCall
-from q2compile.runtime_kernels.ops.table import QUANTIZE, QuantizerCall, quantizer_of
-from q2compile.runtime_kernels.registry import CPP, REFERENCE, serving
+from q2compile.runtime_kernels.ops.table import QUANTIZE, QuantizerCall
+from q2compile.runtime_kernels.registry import CPP, REFERENCE
 
 
 def inductor_kernel(asked: OpCall) -> Any:
@@ -91,5 +92,5 @@ def _served_by_reference_alone() -> bool:
     or a kernel for a CPU, where only tests lower it."""
     call = quantizer_of(V.current_node)
     assert call is not None
-    args = map_arg(call.replace(recorded=False).positional, lambda n: n.meta["val"])
-    return serving(QUANTIZE, args).name in (CPP, REFERENCE)
+    args = call.replace(recorded=False).positional
+    return kernel_of(QUANTIZE, args).name in (CPP, REFERENCE)

@@ -20,12 +20,12 @@ from torch import fx
 from torch._inductor import ir
 from torch._inductor.virtualized import V
 
-from q2compile.runtime_kernels.ops.fusing import MAY_FUSE
-from q2compile.runtime_kernels.ops.table import quantizer_of
+from q2compile.graph.node_meta import MAY_FUSE
+from q2compile.graph.quantizers import quantizer_of
+from q2compile.graph.views import RESHAPE, readers
 from q2compile.torch_internals.patches import replaces
 
 _aten = torch.ops.aten
-_VIEWS = (_aten.reshape.default, _aten.view.default)
 
 
 @replaces("cat")
@@ -47,10 +47,8 @@ def lowering_of_cat(own: Any) -> Any:
 def _is_read_by_calls(node: fx.Node) -> bool:
     """Whether only such quantizers read the tensor, through views, and none of them may compute it
     in its prologue (fused_launches.py)."""
-    return bool(node.users) and all(
-        _is_read_by_calls(user) if user.target in _VIEWS else _is_kernel_call(user)
-        for user in node.users
-    )
+    found = list(readers(node, RESHAPE))
+    return bool(found) and all(map(_is_kernel_call, found))
 
 
 def _is_kernel_call(node: fx.Node) -> bool:

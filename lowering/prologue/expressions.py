@@ -33,6 +33,7 @@ from torch._inductor.ops_handler import DefaultHandler
 from torch._inductor.virtualized import OpsValue, V
 from torch.utils._sympy.functions import FloorDiv, Identity, Mod, ModularIndexing, PythonMod
 
+from q2compile.graph.views import ELEMENTS, is_pointwise, kind_of
 from q2compile.lowering.prologue.indices import COLUMN, ROW, CannotFuse, Index, index_of
 from q2compile.lowering.prologue.shorter_steps import RecordedSteps, contracted, shorter
 from q2compile.runtime_kernels.cuda.quantize.prologue_expression import (
@@ -44,7 +45,6 @@ from q2compile.runtime_kernels.cuda.quantize.prologue_expression import (
     renumbered,
     uniform_steps,
 )
-from q2compile.runtime_kernels.ops.fusing import is_view_or_cast
 
 _MOST_STEPS = 96  # more would not fit into a thread's registers, whatever the rule thinks of it
 _MOST_INPUTS = 8
@@ -162,9 +162,9 @@ def _inlined_producer(name: str) -> ir.Pointwise | None:
 
 def _is_pointwise(reader: fx.Node) -> bool:
     """Whether it computes element by element, or its readers do."""
-    if torch.Tag.pointwise in getattr(reader.target, "tags", ()):
+    if is_pointwise(reader):
         return True
-    return is_view_or_cast(reader) and all(map(_is_pointwise, reader.users))
+    return bool(kind_of(reader) & ELEMENTS) and all(map(_is_pointwise, reader.users))
 
 
 class _StepIndex(int):

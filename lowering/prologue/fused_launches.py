@@ -27,6 +27,9 @@ from torch import fx
 from torch._inductor import ir
 from torch._inductor.virtualized import V
 
+from q2compile.graph.node_meta import MAY_FUSE, PAIR, READS_THE_SAME
+from q2compile.graph.quantizers import quantizer_of
+from q2compile.graph.views import ELEMENTS, kind_of
 from q2compile.lowering.launch_node import LaunchNode
 from q2compile.lowering.launches import (
     Launches,
@@ -44,8 +47,7 @@ from q2compile.lowering.prologue.expressions import CannotFuse, Prologue, pointw
 from q2compile.lowering.state import lowering_state
 from q2compile.runtime_kernels.cuda.quantize import fused
 from q2compile.runtime_kernels.cuda.quantize.prologue_expression import PrologueExpression
-from q2compile.runtime_kernels.ops.fusing import MAY_FUSE, PAIR, READS_THE_SAME, is_view_or_cast
-from q2compile.runtime_kernels.ops.table import QUANTIZE, QuantizerCall, quantizer_of
+from q2compile.runtime_kernels.ops.table import QUANTIZE, QuantizerCall
 
 
 class QuantizerNode(NamedTuple):
@@ -173,7 +175,7 @@ def other_readers(node: fx.Node) -> list[str]:
         others = [user.name for user in read.users if user is not reader]
         if others:
             return others
-        if not is_view_or_cast(read) or not read.args or not isinstance(read.args[0], fx.Node):
+        if not kind_of(read) & ELEMENTS:
             return []
         read, reader = read.args[0], read
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from q2compile.capture.matmul import Matmul, NotTaken, View
-from q2compile.capture.views import example, is_view_or_cast, viewed
+from q2compile.graph.views import example, is_view_or_cast, viewed
 from q2compile.linear import tensor_parallel
 from q2compile.torch_internals.dynamo import parameter_of
 from q2compile.torch_internals.fsdp1 import UNSUPPORTED, is_flattened

@@ -19,7 +19,7 @@ from q2compile.capture import expert_spellings
 from q2compile.capture.call import Call
 from q2compile.capture.expert_spellings import permuted
 from q2compile.capture.matmul import Matmul, NotTaken, View
-from q2compile.capture.views import example
+from q2compile.graph.views import example
 
 
 @dataclass(frozen=True)

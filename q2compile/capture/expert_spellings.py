@@ -20,14 +20,7 @@ from torch import fx
 
 from q2compile.capture.call import Call
 from q2compile.capture.matmul import Matmul, NotTaken, View
-from q2compile.capture.views import (
-    argument,
-    called,
-    example,
-    is_view_or_cast,
-    transposes,
-    viewed,
-)
+from q2compile.graph.views import argument, called, example, transposes, viewed
 
 _MT: tuple[View, ...] = (("transpose", (-2, -1)),)
 
@@ -196,7 +189,7 @@ def _look_up(call: Call, node: fx.Node) -> tuple[fx.Node, fx.Node, bool] | None:
     w.index_select(0, index).
     """
     transposed = False
-    while is_view_or_cast(node) and transposes(node):
+    while transposes(node):
         transposed, node = not transposed, viewed(node)
     if not is_look_up(node):
         return None

@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 from q2compile.capture.call import Call, Scope
 from q2compile.capture.matmul import Matmul, NotTaken
-from q2compile.capture.node_meta import FAILURE
 from q2compile.capture.spellings import call_of
-from q2compile.capture.views import example
+from q2compile.graph.node_meta import FAILURE
+from q2compile.graph.views import example
 from q2compile.torch_internals.dynamo import control_flow, inner_graph, parameter_of
 
 UNREAD = "could not be read"  # how the reason of a node begins that q2compile failed on

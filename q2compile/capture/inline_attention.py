@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from q2compile.capture.node_meta import FAILURE
+from q2compile.graph.node_meta import FAILURE
 from q2compile.torch_internals.dynamo import control_flow
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
-from q2compile.capture.views import example
+from q2compile.graph.views import example
 from q2compile.linear import tensor_parallel
 
 View = tuple[str, tuple[Any, ...]]  # a tensor method and its arguments

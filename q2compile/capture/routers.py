@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from q2compile.capture.matmul import Matmul, NotTaken
-from q2compile.capture.views import called, is_view_or_cast
+from q2compile.graph.views import called, is_view_or_cast
 
 _MOST_EXPERTS = 1024  # a head has more outputs, also where tokens are drawn from its top ones
 # Ops between the logits and the choice of experts: scores, and a bias that balances the load.

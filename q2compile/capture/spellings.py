@@ -16,7 +16,7 @@ from q2compile.capture import expert_spellings
 from q2compile.capture.call import COMPUTED, Call, Scope
 from q2compile.capture.einsum_spellings import einsum
 from q2compile.capture.matmul import Matmul, NotTaken, View
-from q2compile.capture.views import called, example
+from q2compile.graph.views import called, example
 
 aten = torch.ops.aten
 

@@ -18,7 +18,7 @@ from q2compile.compiler.partitioner import Partitioner
 from q2compile.compiler.post_grad_passes import Fault, Insertion, PostGradPasses
 from q2compile.compiler.watcher import Watcher
 from q2compile.config import Config, saves_weights_by_peak, uses_cuda_graphs
-from q2compile.passes.graph_queries import q2_nodes
+from q2compile.graph.nodes import q2_nodes
 from q2compile.runtime_kernels.ops.seed import counter
 from q2compile.torch_internals.aot_autograd import (
     aot_eager_compile,

@@ -7,6 +7,7 @@ from torch import fx
 
 from q2compile.compiler.pass_runner import PassRunner
 from q2compile.config import resolved_policy, saves_weights_by_peak
+from q2compile.graph.nodes import tangents
 from q2compile.passes import PassConditions
 from q2compile.torch_internals.partitioner import is_checkpointed
 
@@ -19,7 +20,7 @@ class JointPasses(PassRunner):
     def __call__(self, graph: fx.Graph) -> None:
         if self.first is not None:
             self.first(graph)
-        if any(n.name.startswith("tangents") for n in graph.find_nodes(op="placeholder")):
+        if tangents(graph):
             self.run_passes(graph, "joint")
 
     def wanted(self, graph: fx.Graph) -> PassConditions:

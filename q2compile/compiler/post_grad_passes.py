@@ -10,15 +10,14 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.node import map_arg
 
 from q2compile.compiler.instrumentation import Instrumentation
 from q2compile.compiler.pass_runner import PassRunner
 from q2compile.compiler.watcher import Watcher
 from q2compile.config import Config, resolved_policy
 from q2compile.errors import BackendError
+from q2compile.graph.nodes import device_of, name_of, q2_nodes, values
 from q2compile.passes import PassConditions
-from q2compile.passes.graph_queries import device_of, q2_nodes
 from q2compile.passes.verify import check_spec
 from q2compile.runtime_kernels.registry import bound, ops, warm_up
 from q2compile.torch_internals.aot_autograd import graph_kind
@@ -142,7 +141,6 @@ def _load_kernels(graph: fx.Graph) -> None:
     """Compiles and loads what the graph's ops will launch, now rather than at their first call,
     which may be inside a CUDA graph capture."""
     for node in q2_nodes(graph):
-        name = node.target.name().partition("::")[2]  # type: ignore[union-attr]
+        name = name_of(node.target)
         if name in ops():
-            args = bound(name, node.args, node.kwargs)
-            warm_up(name, map_arg(args, lambda n: n.meta["val"]))
+            warm_up(name, values(bound(name, node.args, node.kwargs)))

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost of a linear layer, by data sheet. May import recipes and runtime_kernels."""
+"""The cost of a linear layer, by data sheet. May import graph, recipes and runtime_kernels."""

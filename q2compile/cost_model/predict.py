@@ -12,6 +12,7 @@ import torch
 from q2compile.cost_model.devices import DATA_SHEETS, Device, reported_devices
 from q2compile.cost_model.step import Step
 from q2compile.cost_model.steps import Layer, bf16_steps, recipe_steps
+from q2compile.graph.storages import hint_of
 from q2compile.recipes.recipe import GEMMS, Recipe
 
 
@@ -84,7 +85,7 @@ def predict(
     """
     gemms = list(gemms)
     experts = shape[0] if len(shape) == 4 else 1
-    hints = [_hint(n) for n in shape[-3:]]
+    hints = [hint_of(n) for n in shape[-3:]]
     if None in hints or 0 in hints:
         return None
     t, n, k = map(_expression, shape[-3:])
@@ -121,7 +122,3 @@ def _host(steps: dict[Device, list[Step]], cuda_graphs: bool) -> dict[str, float
 
 def _expression(size: Any) -> Any:
     return size.node.expr if isinstance(size, torch.SymInt) else size
-
-
-def _hint(size: Any) -> Any:
-    return size.node.hint if isinstance(size, torch.SymInt) else size

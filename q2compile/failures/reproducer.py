@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from q2compile import __version__
 from q2compile.config import Config
+from q2compile.graph.storages import hint_of
 from q2compile.torch_internals.dynamo import parameter_of
-from q2compile.version import __version__
 
 _HEAD = '''\
 """{what}
@@ -34,6 +35,7 @@ import operator
 from math import inf, nan
 
 import torch
+from q2compile.graph.storages import hint_of
 from torch import device
 {imports}
 from q2compile.tools.replay import Replay, tensor
@@ -205,4 +207,4 @@ def _tensor(value: torch.Tensor) -> str:
 
 
 def _number(n: Any) -> int:
-    return n if isinstance(n, int) else int(n.node.hint or 1)
+    return hint_of(n, 1)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 import q2compile.runtime_kernels  # noqa: F401  registers the ops used here
+from q2compile.graph.storages import hint_of
 from q2compile.linear.autocast import without_autocast
 from q2compile.recipes.recipe import Gemm, Operand, Recipe
 from q2compile.runtime_kernels.numerics.groups import UNIT, spreads
@@ -184,7 +185,7 @@ def of_rows(x: Tensor, recipe: Recipe) -> OneWeight:
         spreads(SCHEMES[o.scheme], TRANSFORMS[o.transform]) for o in (wgrad.a, wgrad.b)
     ):
         return OneWeight()
-    hint = rows if isinstance(rows, int) else rows.node.hint
+    hint = hint_of(rows)
     if hint is not None and hint >= _MANY_ROWS:
         return OneWeight()
     if isinstance(rows, int) and not 0 < rows % UNIT <= UNIT // 2:

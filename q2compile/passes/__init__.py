@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Passes over FX graphs. May import runtime_kernels and torch_internals.
+"""Passes over FX graphs. May import graph, runtime_kernels and torch_internals.
 
 PASSES lists all of them in the order in which they run. A pass is a function ``xxx_pass(graph) ->
 int`` that changes an FX graph in place and returns how often it matched. One runner
@@ -25,12 +25,13 @@ from typing import Any, Literal
 
 from torch import fx
 
+from q2compile.graph.node_meta import pop_notes
 from q2compile.passes.joint.anchor_seeds import anchor_seeds_pass
 from q2compile.passes.joint.gather_scattered import gather_scattered_pass
 from q2compile.passes.joint.keep_packed import keep_packed_pass
 from q2compile.passes.joint.own_seeds import own_seeds_pass
-from q2compile.passes.joint.quantize_rows_once import quantize_rows_once_pass, rows_once_notes
-from q2compile.passes.joint.quantize_shards import quantize_shards_pass, shards_notes
+from q2compile.passes.joint.quantize_rows_once import quantize_rows_once_pass
+from q2compile.passes.joint.quantize_shards import quantize_shards_pass
 from q2compile.passes.joint.recompute_mask import recompute_mask_pass
 from q2compile.passes.joint.recompute_weights import recompute_weights_pass
 from q2compile.passes.post_grad.concatenate_last import concatenate_last_pass
@@ -122,9 +123,9 @@ PASSES: tuple[Pass, ...] = (
     _joint("gather_scattered", gather_scattered_pass),
     # Before quantize_rows_once: views of one x become one.
     _joint("share_operands", share_operands_pass, when=lambda w: w.random_forward),
-    _joint("quantize_shards", quantize_shards_pass, notes=shards_notes),
+    _joint("quantize_shards", quantize_shards_pass, notes=pop_notes),
     # Before the passes that introduce schemes it does not know.
-    _joint("quantize_rows_once", quantize_rows_once_pass, notes=rows_once_notes),
+    _joint("quantize_rows_once", quantize_rows_once_pass, notes=pop_notes),
     _joint("share_saved_rotations", share_saved_rotations_pass, when=lambda w: w.random_forward),
     # After those, which do not know the schemes that it introduces.
     _joint("swizzle_saved_scales", swizzle_saved_scales_pass),
@@ -134,9 +135,9 @@ PASSES: tuple[Pass, ...] = (
     _joint("recompute_weights", recompute_weights_pass, when=lambda w: w.recompute_weights),
     # These four for inference: in training the joint passes have done it.
     _post_grad("gather_scattered", gather_scattered_pass),
-    _post_grad("quantize_rows_once", quantize_rows_once_pass, notes=rows_once_notes),
+    _post_grad("quantize_rows_once", quantize_rows_once_pass, notes=pop_notes),
     _post_grad("share_operands", share_operands_pass),
-    _post_grad("quantize_shards", quantize_shards_pass, notes=shards_notes),
+    _post_grad("quantize_shards", quantize_shards_pass, notes=pop_notes),
     _post_grad("merge_seeds", merge_seeds_pass),
     _post_grad("pair_directions", pair_directions_pass),  # after merge_seeds: seeds stand up front
     _post_grad("share_rotations", share_rotations_pass),  # after it: a pair has one rng offset

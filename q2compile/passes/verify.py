@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from q2compile.passes.graph_queries import GEMM_OPS, RESHAPES, is_q2, producer, q2_nodes
-from q2compile.runtime_kernels.ops.table import GATHER_ROWS, PARTS, SEED, TRANSPOSE, quantizer_of
-from q2compile.runtime_kernels.registry import bound
+from q2compile.graph.nodes import GEMM_OPS, is_q2, named_arguments, producer, q2_nodes
+from q2compile.graph.quantizers import quantizer_of
+from q2compile.graph.views import BITS, PART, PERMUTE, RESHAPE, kind_of
+from q2compile.runtime_kernels.ops.table import GATHER_ROWS, PARTS, SEED, TRANSPOSE
 
-_aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
+_c10d = torch.ops._c10d_functional
 
 
 class GraphSpecError(AssertionError):
@@ -123,11 +124,11 @@ def _operand(gemm: fx.Node, triple: Any, when: str) -> _OperandOrigin:
 
 def _shard(part: fx.Node) -> fx.Node:
     """This rank's codes or scales, of which ``part`` has gathered all ranks'."""
-    through = (_aten.view.dtype, _aten.slice.Tensor, _c10d.wait_tensor.default)
-    in_order = (*RESHAPES, _aten.permute.default)  # parts along another dimension than 0
+    collectives = (_c10d.wait_tensor.default, _c10d.all_gather_into_tensor.default)
+    views = BITS | PART | RESHAPE | PERMUTE  # in order, or parts along another dimension than 0
     gathered, node = False, part
-    while node.target in (*through, *in_order, _c10d.all_gather_into_tensor.default):
-        gathered |= node.target is _c10d.all_gather_into_tensor.default
+    while node.target in collectives or kind_of(node) & views:
+        gathered |= node.target is collectives[1]
         node = node.args[0]  # type: ignore[assignment]
     return node if gathered else part
 
@@ -136,10 +137,3 @@ def _is_empty(codes: fx.Node) -> bool:
     """Whether it is empty; only int sizes are compared, since comparing a symbol adds a guard."""
     sizes = getattr(codes.meta.get("val"), "shape", ())
     return any(isinstance(size, int) and size == 0 for size in sizes)
-
-
-def named_arguments(node: fx.Node) -> dict[str, object]:
-    """All arguments of a q2 op by the names of its schema."""
-    target: Any = node.target
-    args = bound(target.name().partition("::")[2], node.args, node.kwargs)
-    return dict(zip((a.name for a in target._schema.arguments), args, strict=True))

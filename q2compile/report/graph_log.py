@@ -12,9 +12,9 @@ from typing import Any
 from torch import fx
 
 from q2compile.capture.module_names import Names, site_name
-from q2compile.capture.node_meta import GATHERS
 from q2compile.config import Config
 from q2compile.errors import NotTakenError, StageError
+from q2compile.graph.node_meta import GATHERS
 from q2compile.passes.record import PassRecord
 from q2compile.report import announce, compiled_options, expect
 from q2compile.report.dump_folder import DumpFolder

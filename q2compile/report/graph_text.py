@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from q2compile.capture.node_meta import SITE
-from q2compile.runtime_kernels.ops.launch_groups import ALPHA_FROM, LAUNCH_GROUP
+from q2compile.graph.node_meta import ALPHA_FROM, LAUNCH_GROUP, site_of
 from q2compile.torch_internals.private_names import dtype_abbrs
 
 
@@ -47,7 +46,7 @@ def module_of(node: fx.Node) -> str:
     """The module that a node belongs to: the site's absolute name where known, else Dynamo's
     path.
     """
-    site = node.meta.get("custom", {}).get(SITE)
+    site = site_of(node)
     if site:
         return site
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")

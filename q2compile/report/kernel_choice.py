@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 import q2compile.linear.dense
 import q2compile.linear.experts  # noqa: F401  registers q2::linear and its variants
 from q2compile.config import Config
+from q2compile.graph.storages import hint_of
 from q2compile.lowering.inductor_kernels import selfcheck, support
 from q2compile.recipes.recipe import GEMMS
 from q2compile.report.row import Row
@@ -107,7 +108,7 @@ def kernels_used(
 def set_kernels(row: Row, config: Config) -> None:
     """Fill in `kernels_used` for a row that was taken."""
     # A size that data decide, such as an expert's tokens, has no hint: one row then.
-    shape = tuple(size if isinstance(size, int) else size.node.hint or 1 for size in row.shape)
+    shape = tuple(hint_of(size, 1) for size in row.shape)
     gemms = (row.fprop, row.dgrad, row.wgrad)
     lowers = config.inner == "inductor"
     dtype = getattr(torch, row.dtype)

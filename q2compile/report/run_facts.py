@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from q2compile import __version__
 from q2compile.config import Config, changed_options
-from q2compile.version import __version__
 
 
 class RunFacts:

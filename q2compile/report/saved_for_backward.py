@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from q2compile.capture.node_meta import SEED_INDEX
-from q2compile.passes.graph_queries import GEMM_OPS, is_q2, producer, q2_nodes
+from q2compile.graph.node_meta import seed_index_of
+from q2compile.graph.nodes import GEMM_OPS, is_q2, producer, q2_nodes
+from q2compile.graph.quantizers import quantizer_of
+from q2compile.graph.storages import hint_of
 from q2compile.passes.joint.keep_packed import RECOMPUTE
-from q2compile.passes.memory import concrete
 from q2compile.report.row import Row
-from q2compile.runtime_kernels.ops.table import TRANSPOSE, quantizer_of
+from q2compile.runtime_kernels.ops.table import TRANSPOSE
 
 
 def count_saved(graph: fx.Graph, rows: list[Row]) -> None:
@@ -24,7 +25,7 @@ def count_saved(graph: fx.Graph, rows: list[Row]) -> None:
 
     Counted are the outputs of quantizing ops (codes, scales, global scale, masks). A tensor that
     matmuls share counts for the one whose ops made it, the first."""
-    seed_indices = {_seed_index(node) for node in graph.nodes}  # of a forward left in bf16, too
+    seed_indices = {seed_index_of(node) for node in graph.nodes}  # of a forward left in bf16, too
     bytes_of = dict.fromkeys(seed_indices, 0)
     elements_of = dict.fromkeys(seed_indices, 0)
     saved: Any = graph.output_node().args[0]
@@ -33,11 +34,11 @@ def count_saved(graph: fx.Graph, rows: list[Row]) -> None:
         if not op or not _quantizes(op):
             continue
         value = node.meta["val"]
-        bytes_of[_seed_index(op)] += concrete(value.numel()) * value.element_size()
+        bytes_of[seed_index_of(op)] += hint_of(value.numel(), 0) * value.element_size()
         if node.args[1] == 0:  # the codes stand for the elements of what was quantized
             source = op.args[0].meta["val"]
             pairs = is_q2(op, TRANSPOSE) and source.dtype == torch.uint8  # two codes in each
-            elements_of[_seed_index(op)] += (2 if pairs else 1) * concrete(source.numel())
+            elements_of[seed_index_of(op)] += (2 if pairs else 1) * hint_of(source.numel(), 0)
     for row in rows:
         if row.taken and row.seed_index in seed_indices:
             row.saved_bytes, row.saved_elements = (
@@ -65,7 +66,7 @@ def note_weights(graph: fx.Graph, rows: list[Row], why: Mapping[str, str], other
         recomputed = weight.meta.get("recompute") in RECOMPUTE
         reason = why.get(weight.name, otherwise)
         if _quantizes(weight) and reason and (weight in saved_weights or recomputed):
-            weight_texts[_seed_index(weight)] = (
+            weight_texts[seed_index_of(weight)] = (
                 f"{'saved' if weight in saved_weights else 'recomputed'}: {reason}"
             )
     for row in rows:
@@ -77,8 +78,3 @@ def _quantizes(op: fx.Node) -> bool:
     """Whether an op makes codes of a matrix, or transposes some."""
     call = quantizer_of(op)
     return is_q2(op, TRANSPOSE) if call is None else call.source_scheme is None
-
-
-def _seed_index(op: fx.Node) -> int | None:
-    """The seed index of the matmul that ``op`` is a part of; None if it is not known."""
-    return op.meta.get("custom", {}).get(SEED_INDEX)

@@ -12,11 +12,11 @@ from torch import fx
 
 from q2compile.capture.matmul import Matmul
 from q2compile.capture.module_names import Names
-from q2compile.capture.views import is_view_or_cast, viewed
 from q2compile.config import Config, resolved_policy, uses_cuda_graphs
 from q2compile.cost_model.devices import Device, deciding_device
 from q2compile.cost_model.predict import Prediction, predict
 from q2compile.errors import ConfigError
+from q2compile.graph.views import is_view_or_cast, viewed
 from q2compile.recipes.published import RECIPES
 from q2compile.recipes.recipe import Recipe
 from q2compile.report.row import Row

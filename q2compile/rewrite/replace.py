@@ -24,8 +24,8 @@ import q2compile.linear.dense
 import q2compile.linear.experts  # noqa: F401  registers q2::linear and its variants
 from q2compile.capture.expert_spellings import is_look_up
 from q2compile.capture.matmul import Matmul, View
-from q2compile.capture.node_meta import SEED_INDEX
-from q2compile.capture.views import example, is_view_or_cast, transposes, viewed
+from q2compile.graph.node_meta import SEED_INDEX
+from q2compile.graph.views import example, is_view_or_cast, transposes, viewed
 from q2compile.recipes.recipe import Recipe
 
 

@@ -13,10 +13,10 @@ import q2compile.linear.experts  # noqa: F401  registers q2::linear and its vari
 from q2compile.capture.find_matmuls import find_matmuls, unread
 from q2compile.capture.matmul import Matmul, NotTaken
 from q2compile.capture.module_names import Names
-from q2compile.capture.node_meta import SITE
 from q2compile.capture.routers import is_router
 from q2compile.config import Config, resolved_policy
 from q2compile.errors import BackendError
+from q2compile.graph.node_meta import SITE
 from q2compile.linear.tensor_parallel import raise_on_async_inputs
 from q2compile.recipes.published import RECIPES
 from q2compile.recipes.recipe import Recipe

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from q2compile.capture.node_meta import SITE
+from q2compile.graph.node_meta import SITE
 from q2compile.torch_internals.dynamo import called_graphs, copied, inner_graph
 
 _INVOKE = torch.ops.higher_order.invoke_subgraph

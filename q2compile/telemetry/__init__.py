@@ -9,7 +9,7 @@
     folder       records on the host: JSONL, CSV, TensorBoard
     read         a folder read back, for the report's page
 
-May import capture, passes, recipes, runtime_kernels, torch_internals and the lock of report.
+May import capture, graph, recipes, runtime_kernels, torch_internals and the lock of report.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -31,27 +31,21 @@ from typing import Any
 import torch
 from torch import fx
 
-from q2compile.capture.node_meta import SEED_INDEX
-from q2compile.passes.graph_queries import (
+from q2compile.graph.node_meta import seed_index_of
+from q2compile.graph.nodes import (
     GEMM_OPS,
     depending_on_tangents,
     is_q2,
+    named_arguments,
+    outputs_of,
     producer,
     q2_nodes,
     update_outputs,
 )
-from q2compile.passes.verify import named_arguments
+from q2compile.graph.quantizers import quantizer_of, quantizers, set_call
 from q2compile.recipes.recipe import GEMMS, Gemm, Recipe
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
-from q2compile.runtime_kernels.ops.table import (
-    GATHER_ROWS,
-    GROUPED_GEMM,
-    PARTS,
-    TRANSPOSE,
-    quantizer_of,
-    quantizers,
-    set_call,
-)
+from q2compile.runtime_kernels.ops.table import GATHER_ROWS, GROUPED_GEMM, PARTS, TRANSPOSE
 
 Place = tuple[int, str, str]  # seed index of the linear, gemm, operand
 
@@ -154,7 +148,7 @@ def _uses(graph: fx.Graph, kind: str, recipes: dict[int, Recipe]) -> Iterator[_U
         Any, list[int]
     ] = {}  # what an x is quantized from -> the linears that take it
     for gemm in q2_nodes(graph, *GEMM_OPS):
-        seed_index = _seed_index(gemm)
+        seed_index = seed_index_of(gemm)
         if seed_index not in recipes:
             continue
         args: Any = named_arguments(gemm)
@@ -186,8 +180,8 @@ def _saved_uses(
     for node, call in quantizers(graph):
         if call.source_scheme is not None or call.masked:
             continue
-        outputs = {n.args[1]: n for n in node.users if n.target is operator.getitem}
-        own = _seed_index(node)
+        outputs = outputs_of(node)
+        own = seed_index_of(node)
         seed_indices = seed_indices_of.get(call.x, [] if own is None else [own])
         for operand in call.operands:
             if not (call.rotated or operand.columnwise):
@@ -212,10 +206,6 @@ def _reusing(recipe: Recipe, role: str) -> str | None:
     name = "wgrad" if role == "x" else "dgrad"
     gemm: Gemm | None = getattr(recipe, name)
     return name if gemm is not None and gemm.b.source == "reuse" else None
-
-
-def _seed_index(node: fx.Node) -> Any:
-    return node.meta.get("custom", {}).get(SEED_INDEX)
 
 
 def _gemm_name(gemm: fx.Node, from_tangents: set[fx.Node]) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from q2compile.capture.module_names import Names, site_name
-from q2compile.capture.views import example
+from q2compile.graph.views import example
 from q2compile.recipes.recipe import Operand, parse
 from q2compile.runtime_kernels.numerics.schemes import SCHEMES
 from q2compile.runtime_kernels.numerics.statistics import CODES_SAMPLE, GROUP, sample_of

@@ -11,9 +11,9 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from q2compile import __version__
 from q2compile.report.printable import SPELLED
 from q2compile.tools import arguments
-from q2compile.version import __version__
 
 # For each command: its module, its help, and its arguments.
 COMMANDS = {

@@ -39,8 +39,11 @@ def given_options(arguments: Namespace) -> dict[str, Any]:
 
 
 def _of_file(path: Path) -> dict[str, Any]:
-    """The options in a file, or in the run.json of a dump, or of a dump's folder."""
-    path = path / "run.json" if path.is_dir() else path
+    """The options in a file, or in the run.json of a dump, or of a dump's folder; of several ranks
+    in rank 0's."""
+    if path.is_dir():
+        of_ranks = path / "rank0" / "run.json"
+        path = of_ranks if of_ranks.is_file() else path / "run.json"
     loaded = dict(read_options_file(str(path), f"--options {path}"))
     if not isinstance(loaded.get("options"), list):
         return loaded

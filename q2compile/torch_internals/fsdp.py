@@ -325,12 +325,12 @@ class Wire:
             with torch.inference_mode(False):
                 local_part(parameter).data = self._own
             self._own = None
-        self.check()
+        if self.was_read():
+            raise RuntimeError(self._message)
 
-    def check(self) -> None:
-        """Raise RuntimeError if the parameter was read without values (`WithheldMemory`)."""
-        if self._withheld is not None:
-            self._withheld.check()
+    def was_read(self) -> bool:
+        """Whether the parameter was read without values since the last call (`WithheldMemory`)."""
+        return self._withheld is not None and self._withheld.was_read()
 
     def gather_values(self) -> None:
         """Where the buffers alone were gathered, gather the values as well: a collective, which

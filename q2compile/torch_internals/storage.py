@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -32,13 +33,13 @@ class WithheldMemory:
 
     A torch built with CUDA raises ``message`` in the op that reads, on every device. One without
     can't. There the memory is zeros, which the system hands out when they are first read, and
-    `check` raises afterwards if it has done so.
+    `was_read` says afterwards whether it has done so.
 
     tensor  of the shape, strides, dtype and device of ``like``, in this memory
     """
 
     def __init__(self, like: Tensor, message: str) -> None:
-        self._message, self._pages = message, 0
+        self._pages = 0
         size = max(like.numel() * like.itemsize, 1)
         with torch.inference_mode(False):
             if _raise_where_read is not None:
@@ -47,17 +48,22 @@ class WithheldMemory:
                 _raise_where_read(self.tensor.untyped_storage()._cdata, message)
                 return
             self._mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            with suppress(OSError):  # a system without huge pages
+                # A huge page would be of the memory beside it, too, and handed out for that.
+                self._mapped.madvise(mmap.MADV_NOHUGEPAGE)
             flat = torch.frombuffer(self._mapped, dtype=like.dtype)
             self.tensor = flat.as_strided(like.shape, like.stride())
         # A system that calls all pages resident, as gVisor does, can't tell which are read.
         pages = -(-size // mmap.PAGESIZE)
         self._pages = 0 if self._is_resident(pages) else pages
 
-    def check(self) -> None:
-        """Raise RuntimeError if the memory was read, and the op that read it did not raise it."""
-        if self._pages and self._is_resident(self._pages):
-            self._mapped.madvise(mmap.MADV_DONTNEED)  # as new
-            raise RuntimeError(self._message)
+    def was_read(self) -> bool:
+        """Whether the memory was read since the last call, and the op that read it did not raise an
+        error."""
+        if not self._pages or not self._is_resident(self._pages):
+            return False
+        self._mapped.madvise(mmap.MADV_DONTNEED)  # as new
+        return True
 
     def _is_resident(self, pages: int) -> bool:
         found = (ctypes.c_ubyte * pages)()

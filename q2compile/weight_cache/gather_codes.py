@@ -63,9 +63,10 @@ def gather_codes(model: nn.Module) -> int:
     Other readers get values. A module that runs without its compiled graph gathers them; with
     graphs of another backend all weights are gathered as values, too; after a forward that no
     backward follows the weights that FSDP2 keeps gathered hold values, and between a forward and
-    its backward their modules show the shards. Code that is not compiled and reads a module's
-    weight in the middle of a forward or a backward, after the module's own forward, gets a
-    RuntimeError: it should read before the forward, or be compiled.
+    its backward their modules show the shards. Code that is not compiled and reads a weight in the
+    middle of the model's forward or backward, as a hook that prints norms, gets a RuntimeError,
+    from the op that reads or at the end of the forward: it should read before the forward, after
+    it, or be compiled.
 
     This is a function, and no option of the backend: options belong to one compiled part of a model
     and are first seen in the middle of a forward, after its first gathers. Ranks with different

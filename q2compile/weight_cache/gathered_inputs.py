@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from q2compile.capture.module_names import site_name
-from q2compile.capture.views import example
+from q2compile.graph.views import example
 from q2compile.report.row import Row
 from q2compile.torch_internals import fsdp
 from q2compile.torch_internals.dynamo import compiling_apart, copied, parameter_of

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 import q2compile.linear.dense
 import q2compile.linear.experts  # noqa: F401  registers the ops
 from q2compile.capture.module_tree import named_modules
-from q2compile.capture.views import example, is_view_or_cast, transposes, viewed
 from q2compile.errors import ConfigError
+from q2compile.graph.views import example, is_view_or_cast, transposes, viewed
 from q2compile.recipes.recipe import Recipe, parse
 from q2compile.torch_internals.dynamo import compiling_apart, copied, dtensor_method, parameter_of
 from q2compile.torch_internals.fsdp import local_part
@@ -141,13 +141,7 @@ class Inputs:
 
 def _is_transpose(node: Any) -> bool:
     """Whether a node transposes a matrix."""
-    return (
-        isinstance(node, fx.Node)
-        and is_view_or_cast(node)
-        and isinstance(node.meta.get("example_value"), Tensor)
-        and example(node).ndim == 2
-        and transposes(node)
-    )
+    return isinstance(node, fx.Node) and transposes(node) and example(node).ndim == 2
 
 
 def is_linear(node: fx.Node) -> bool:

@@ -63,6 +63,7 @@ class ShardedWeight:
     wanted   the codes that the last graph took; None if it took the values
     read     whether a graph has read it since `gather_codes`
     agreed   the codes that all ranks take, gathered from now on; None for values
+    withheld the error of code that reads it where only its codes are gathered
     """
 
     def __init__(self, name: str, record: Any, group: Any) -> None:
@@ -71,7 +72,8 @@ class ShardedWeight:
         self.wanted: RequestedCodes | None = None
         self.read = False
         self.agreed: RequestedCodes | None = None
-        self._wire = fsdp.Wire(record, self._before_gather, _WITHHELD.format(name=name))
+        self.withheld = _WITHHELD.format(name=name)
+        self._wire = fsdp.Wire(record, self._before_gather, self.withheld)
         self._sent: list[Tensor] = []  # this rank's codes, of the last forward
         self._global_scale: Tensor | None = None
         self._views: tuple[Any, ...] | None = None  # of `_whole`
@@ -113,6 +115,10 @@ class ShardedWeight:
         """Drop the codes: after a forward and its backward the optimizer may have stepped."""
         self._runs = False
 
+    def was_read(self) -> bool:
+        """Whether code that is not compiled has read it since the last call, without its values."""
+        return self._wire.was_read()
+
     def leave(self, has_backward: bool) -> bool:
         """Called after a forward, when nobody may see a parameter without values. Where FSDP2 frees
         it, it does that; where it does not, and no backward follows, gather the values, as FSDP2
@@ -123,7 +129,6 @@ class ShardedWeight:
         """
         if self._wire.has_values or not fsdp.is_gathered(self.record):
             return False
-        self._wire.check()
         if not has_backward:
             if fsdp.is_kept(self.group):
                 self.gather_values()

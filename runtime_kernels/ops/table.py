@@ -5,21 +5,19 @@ Passes, lowerings, kernels, self-checks, telemetry and reports ask this file abo
 what it reads, which operands it makes, where their parts are among its outputs, which seed each of
 them has. No other file lists these ops, or derives a meaning from the name of an op.
 
-    call = quantizer_of(node)                 None for other nodes
+    call = QuantizerCall.of(QUANTIZE, args)
     call.columnwise, call.grouped, call.scheme.stochastic, call.operands[0].first
     call.replace(dbias=torch.bfloat16)        a call like it with other arguments
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as _replace
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx
 
 from q2compile.runtime_kernels.numerics.schemes import Scheme, get_scheme
 from q2compile.runtime_kernels.numerics.transforms import Transform, get_transform
@@ -269,15 +267,6 @@ class QuantizerCall:
         return str(self.variant._replace(rotated=False))
 
 
-def quantizer_of(node: Any) -> QuantizerCall | None:
-    """The call of a graph node; None if it is not a quantizing op."""
-    target = getattr(node, "target", None)
-    if not isinstance(target, torch._ops.OpOverload):
-        return None
-    name = _quantizers().get(target)
-    return None if name is None else QuantizerCall.of(name, bound(name, node.args, node.kwargs))
-
-
 def rowwise_call(scheme: str, x: Any = None, **args: Any) -> QuantizerCall:
     """A call of q2::quantize, rowwise and without a rotation."""
     return QuantizerCall.named(QUANTIZE, x=x, scheme=scheme, rowwise=True, columnwise=False, **args)
@@ -290,22 +279,3 @@ def kernel_names() -> tuple[str, ...]:
     pairs += [(spec.name, FUSED) for spec in SPECS.values() if spec.is_fusable]
     alone = {GROUPED, *(name for _, name in pairs)}
     return (*sorted(alone), *sorted(f"{op}.{name}" for op, name in pairs))
-
-
-def quantizers(graph: fx.Graph) -> Iterator[tuple[fx.Node, QuantizerCall]]:
-    """The quantizers of a graph, in order."""
-    for node in graph.nodes:
-        call = quantizer_of(node)
-        if call is not None:
-            yield node, call
-
-
-@cache
-def _quantizers() -> dict[torch._ops.OpOverload, str]:
-    return {spec.overload: name for name, spec in SPECS.items()}
-
-
-def set_call(node: fx.Node, call: QuantizerCall) -> None:
-    """Makes a node that call."""
-    node.target = call.spec.overload
-    node.args, node.kwargs = call.written()

@@ -221,6 +221,7 @@ def parse_only(path: Path, arguments: list[str]) -> None:
         raise Parsed
 
     original = ArgumentParser.parse_args
+    shadowing = sys.modules.pop(path.stem, None)  # another folder may have a module of that name
     before, argv = set(sys.modules), sys.argv
     sys.path.insert(0, str(path.parent))
     sys.argv = [str(path), *arguments]
@@ -233,9 +234,11 @@ def parse_only(path: Path, arguments: list[str]) -> None:
         ArgumentParser.parse_args = original  # type: ignore[method-assign]
         sys.path.remove(str(path.parent))
         sys.argv = argv
-        for name in set(sys.modules) - before:  # another folder may have a module of that name
+        for name in set(sys.modules) - before:
             if str(ROOT / "examples") in (getattr(sys.modules[name], "__file__", "") or ""):
                 del sys.modules[name]
+        if shadowing is not None:
+            sys.modules[path.stem] = shadowing
 
 
 def collects(page: Page, words: list[str]) -> None:

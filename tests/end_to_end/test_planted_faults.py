@@ -12,7 +12,7 @@ from tests.support.planted_faults import FAULTS, Fault, lives
 
 ROOT = Path(__file__).resolve().parents[2]
 # Folders and single files of q2compile/, whose tests are in the folders of those names.
-WITHOUT = {"__init__.py", "backend.py", "errors.py", "version.py"}
+WITHOUT = {"__init__.py", "backend.py", "errors.py"}
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from q2compile.version import __version__
+from q2compile import __version__
 from tests.support import release
 from tests.support.tracked import tracked
 

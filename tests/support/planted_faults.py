@@ -27,6 +27,7 @@ from pathlib import Path
 from tests.support.compare_commits import checked_out
 from tests.support.fault import Fault, fault
 from tests.support.faults_of_checks import OF_CHECKS
+from tests.support.faults_of_launches import OF_LAUNCHES
 
 ROOT = Path(__file__).resolve().parents[2]
 _MINUTES = 20  # more than the tests of one fault take
@@ -206,6 +207,7 @@ FAULTS = (
         "runtime_kernels/cuda/test_grouped_launch.py",
     ),
     *OF_CHECKS,
+    *OF_LAUNCHES,
     # ---- lowering ----
     fault(
         "4/6 takes the second scale in a tie",
@@ -323,10 +325,13 @@ FAULTS = (
     # ---- capture, rewrite, recipes, config ----
     fault(
         "any transposition is taken for that of the last two dimensions",
-        "q2compile/capture/views.py",
-        '    return n == 2 or target == "mT"\n',
-        "    return True\n",
-        "q2compile/capture",
+        "q2compile/graph/views.py",
+        "        return {d % n for d in dims} == {n - 2, n - 1}\n",
+        "        return True\n",
+        "q2compile/graph",
+    ),
+    fault(
+        "beta is lost", "q2compile/capture/spellings.py", "!= (1, 1)", "== 0", "q2compile/capture"
     ),
     fault(
         "a transposition of x is undone though it never was",
@@ -402,8 +407,8 @@ FAULTS = (
     fault(
         "transposed codes count as half of their elements",
         "q2compile/report/saved_for_backward.py",
-        "(2 if pairs else 1) * concrete",
-        "concrete",
+        "(2 if pairs else 1) * hint_of",
+        "hint_of",
         "q2compile/report",
     ),
     fault(

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from q2compile.graph.quantizers import quantizers as of_graph
 from q2compile.runtime_kernels.cuda.quantize import quantizers
 from q2compile.runtime_kernels.ops.table import QUANTIZE, REQUANTIZE, QuantizerCall
-from q2compile.runtime_kernels.ops.table import quantizers as of_graph
 
 Seed = Tensor | None
 

@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 
-from q2compile.passes import graph_queries
+from q2compile.graph import served
 
 
 def serve_by(monkeypatch: pytest.MonkeyPatch, serving: Callable[[str, Any], Any]) -> None:
     """Passes get ``serving(op, args)`` as the kernel that would run an op."""
-    monkeypatch.setattr(graph_queries, "serving", serving)
-    monkeypatch.setattr(
-        graph_queries, "serves", lambda op, args, names: serving(op, args).name in names
-    )
+    monkeypatch.setattr(served, "serving", serving)
+    monkeypatch.setattr(served, "serves", lambda op, args, names: serving(op, args).name in names)

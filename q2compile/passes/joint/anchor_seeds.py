@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from q2compile.passes.graph_queries import device_of
+from q2compile.graph.nodes import device_of, tangents
 
 
 def anchor_seeds_pass(graph: fx.Graph) -> int:
@@ -21,11 +21,10 @@ def anchor_seeds_pass(graph: fx.Graph) -> int:
     Precondition: the joint graph, after Inductor has folded constants.
 
     Exact: the anchor decides where a seed is drawn and on which device, not its value."""
-    tangents = [n for n in graph.find_nodes(op="placeholder") if n.name.startswith("tangents")]
-    matches = 0
+    incoming, matches = tangents(graph), 0
     for seed in graph.find_nodes(op="call_function", target=torch.ops.q2.seed.default):
         device = device_of(seed)
-        anchors = (t for t in tangents if isinstance(t.meta.get("val"), torch.Tensor))
+        anchors = (t for t in incoming if isinstance(t.meta.get("val"), torch.Tensor))
         anchor = next((t for t in anchors if t.meta["val"].device == device), None)
         if anchor is not None and _is_constant(seed.args[0]):
             seed.update_arg(0, anchor)

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from q2compile.graph.new_node import new_constant, new_node, new_size
 from q2compile.passes.joint.gathered_rows import alike, is_zero, spread
 from q2compile.passes.joint.permutations import Order, inverse_in, order_of
-from q2compile.passes.new_node import new_constant, new_node, new_size
 from q2compile.torch_internals.inductor import SHORT_SUM
 
 _aten = torch.ops.aten

@@ -11,9 +11,10 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from q2compile.passes.joint.permutations import SAME, VIEWS, order_of
+from q2compile.graph.views import ALIAS, CAST, COPY, RESHAPE, kind_of
+from q2compile.passes.joint.permutations import order_of
 
-_aten, _prims = torch.ops.aten, torch.ops.prims
+_aten = torch.ops.aten
 _INDEXED = (_aten.index.Tensor, _aten._unsafe_index.Tensor)
 _ZEROS = (_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default)
 _FILLED = (_aten.full.default, _aten.full_like.default, _aten.scalar_tensor.default)
@@ -58,9 +59,10 @@ def gathered(x: Any) -> GatheredRows | None:
     node = x
     while isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor):
         inner: Any = node.args[0] if node.args else None
-        if node.target in SAME or (node.target in VIEWS and _keeps_rows(node)):
+        kind = kind_of(node)
+        if kind & (ALIAS | COPY) or (kind == RESHAPE and _keeps_rows(node)):
             node = inner
-        elif _is_cast(node):
+        elif is_rounding(node):
             casts.append(node)
             node = inner
         elif (mask := zeroes_rows(node)) is not None:
@@ -70,15 +72,6 @@ def gathered(x: Any) -> GatheredRows | None:
             found = _gather(node)
             return found and GatheredRows(*found, casts, zeroed)
     return None
-
-
-def hint_of(size: Any) -> int | None:
-    """A size, or the rows of a node, as a number: a symbol by the shapes that were traced; None
-    where data decide. No guard is added."""
-    if isinstance(size, fx.Node):
-        size = size.meta["val"].shape[0]
-    hint = size if isinstance(size, int) else size.node.hint
-    return None if hint is None else int(hint)
 
 
 def _gather(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
@@ -146,12 +139,9 @@ def _is_positive_zero(value: Any) -> bool:
     return isinstance(value, int | float) and str(float(value)) == "0.0"
 
 
-def _is_cast(node: fx.Node) -> bool:
-    """Whether a node casts from one floating type to another, and does nothing else."""
-    if node.target is _aten._to_copy.default:
-        if set(node.kwargs) != {"dtype"}:
-            return False
-    elif node.target is not _prims.convert_element_type.default:
+def is_rounding(node: fx.Node) -> bool:
+    """Whether it is a cast from one floating type to another, on one device and in one layout."""
+    if kind_of(node) != CAST or not node.kwargs.keys() <= {"dtype"}:
         return False
     source: Any = node.args[0]
     return source.meta["val"].is_floating_point() and node.meta["val"].is_floating_point()

@@ -12,12 +12,20 @@ from typing import Any
 import torch
 from torch import fx
 
-from q2compile.passes.graph_queries import RESHAPES, VIEWS_AND_CASTS
+from q2compile.graph.views import (
+    CAST,
+    COPY,
+    ITEM,
+    PERMUTE,
+    RESHAPE,
+    SPLIT,
+    VIEWS,
+    kind_of,
+    transposes,
+)
 
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
-_CASTS = (torch.ops.prims.convert_element_type.default, _aten._to_copy.default)
-_JOINS = (_aten.split.Tensor, operator.getitem, _aten.cat.default)
-_PASSING_ON = VIEWS_AND_CASTS | {*_JOINS, _aten.clone.default, _c10d.wait_tensor.default}
+_JOINS = (_aten.cat.default, _c10d.wait_tensor.default)
 New = Callable[..., fx.Node]  # target, arguments -> the node of a call
 
 
@@ -58,7 +66,7 @@ class GatheredWeight:
         """A part [E * N, K], by the views and casts that the whole weight goes through."""
         node = self.shard
         for step in self.between:
-            if step.target in RESHAPES:
+            if kind_of(step) == RESHAPE:
                 continue
             node = new(step.target, node, *step.args[1:], **step.kwargs)
         columns = self.sizes[2]
@@ -87,7 +95,7 @@ def gather_behind(x: fx.Node) -> fx.Node | None:
     """The all-gather of which ``x`` is the result, by way of any views, casts, splits and joins."""
     node: Any = x
     while not _calls(node, _c10d.all_gather_into_tensor):
-        if node.target not in _PASSING_ON:
+        if not (kind_of(node) & (VIEWS | CAST | COPY | SPLIT | ITEM) or node.target in _JOINS):
             return None
         node = node.args[0][0] if node.target is _aten.cat.default else node.args[0]
     return node
@@ -116,7 +124,7 @@ def gathered_weight(x: fx.Node) -> GatheredWeight | None:
         return None
     sizes, dim = [1, *shape][-3:], dim + 3 - len(shape)
     for step in between:
-        if step.target in (_aten.permute.default, _aten.t.default):
+        if kind_of(step) == PERMUTE:
             if step.meta["val"].dim() != len(shape):  # of a stack as a matrix
                 return None
             sizes[1], sizes[2] = sizes[2], sizes[1]
@@ -127,18 +135,18 @@ def gathered_weight(x: fx.Node) -> GatheredWeight | None:
 
 
 def _is_seen_through(node: fx.Node) -> bool:
-    if node.target in _CASTS or node.target is _aten.clone.default:
+    kind = kind_of(node)
+    if kind & (CAST | COPY):
         return True
-    if node.target not in (*RESHAPES, _aten.permute.default, _aten.t.default):
+    if not kind & (RESHAPE | PERMUTE):
         return False
     before, after = node.args[0].meta["val"].shape, node.meta["val"].shape  # type: ignore[union-attr]
     if not all(isinstance(size, int) for size in (*before, *after)):
         return False
-    if node.target in RESHAPES:
+    if kind == RESHAPE:
         is_stack_as_matrix = len(before) == 3 and len(after) == 2 and before[-1] == after[-1]
         return bool(before == after or is_stack_as_matrix)
-    order = [1, 0] if node.target is _aten.t.default else node.args[1]
-    return list(order) == [*range(len(before) - 2), len(before) - 1, len(before) - 2]  # type: ignore[arg-type]
+    return transposes(node)
 
 
 def _split(cat: fx.Node) -> tuple[fx.Node | None, int]:
@@ -165,7 +173,8 @@ def _split(cat: fx.Node) -> tuple[fx.Node | None, int]:
 def _readers(node: fx.Node) -> set[fx.Node]:
     found: set[fx.Node] = set()
     for user in node.users:
-        passes_on = user.target in _JOINS or _is_seen_through(user)
+        joins = kind_of(user) & (SPLIT | ITEM) or user.target is _aten.cat.default
+        passes_on = joins or _is_seen_through(user)
         found |= _readers(user) if passes_on else {user}
     return found
 

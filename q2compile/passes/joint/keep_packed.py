@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import operator
-
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from q2compile.passes.graph_queries import is_forward_operand
-from q2compile.runtime_kernels.ops.table import quantizers
+from q2compile.graph.nodes import outputs_of
+from q2compile.graph.quantizers import is_forward_operand, quantizers
 
 RECOMPUTE = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
@@ -39,7 +37,7 @@ def keep_packed_pass(graph: fx.Graph) -> int:
     marked = 0
     for node, call in quantizers(graph):
         if is_forward_operand(call) and node.meta.get("recompute") in RECOMPUTE:
-            for saved in (node, *(n for n in node.users if n.target is operator.getitem)):
+            for saved in (node, *outputs_of(node).values()):
                 saved.meta["recompute"] = CheckpointPolicy.MUST_SAVE
             marked += 1
     return marked

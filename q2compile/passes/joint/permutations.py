@@ -10,14 +10,11 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from q2compile.passes.graph_queries import RESHAPES
+from q2compile.graph.views import CAST, COPY, PERMUTE, VIEWS, kind_of
 
 _aten, _prims = torch.ops.aten, torch.ops.prims
-VIEWS = (*RESHAPES, _aten._unsafe_view.default)
-SAME = (_aten.clone.default, _aten.alias.default)
-_DRESSED = (*VIEWS, *SAME, _aten.unsqueeze.default, _aten.squeeze.dim, _aten.expand.default)
 _WIDE = (torch.int32, torch.int64)
-_CASTS = (_prims.convert_element_type.default, _aten._to_copy.default)
+_DRESSED = VIEWS & ~PERMUTE | COPY | CAST  # what keeps the order of elements
 _SORTS = (_aten.sort.default, _aten.sort.stable)
 _QUOTIENTS = (_aten.div.Tensor_mode, _aten.div.Scalar_mode, _aten.floor_divide.default)
 
@@ -81,7 +78,8 @@ def inverse_in(permutation: fx.Node, before: fx.Node) -> fx.Node | None:
         for reader in pending.pop().users:
             if reader < before and inverted(reader) is permutation:
                 return reader
-            if reader.target in (*_DRESSED, *_CASTS, *_SORTS) and reader not in seen:
+            passes_on = kind_of(reader) & _DRESSED or reader.target in _SORTS
+            if passes_on and reader not in seen:
                 seen.add(reader)
                 pending.append(reader)
     return None
@@ -117,7 +115,7 @@ def _counts_up(node: Any) -> bool:
 
 def _undressed(node: fx.Node) -> fx.Node:
     """An index without views and casts of it."""
-    while node.target in (*_DRESSED, *_CASTS):
+    while kind_of(node) & _DRESSED:
         inner: Any = node.args[0]
         wide = inner.meta["val"].dtype in _WIDE and node.meta["val"].dtype in _WIDE
         if not wide or not _same_numel(node, inner):

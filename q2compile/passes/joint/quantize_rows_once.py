@@ -10,13 +10,20 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from q2compile.passes.graph_queries import depending_on_tangents, is_forward_operand
-from q2compile.passes.joint.gathered_rows import GatheredRows, Zeroed, gathered, hint_of
-from q2compile.passes.new_node import new_constant, new_node, new_size
-from q2compile.runtime_kernels.ops.table import MASK, QuantizerCall, quantizers
+from q2compile.graph.new_node import new_constant, new_node, new_size
+from q2compile.graph.node_meta import NOTE
+from q2compile.graph.nodes import depending_on_tangents, outputs_of
+from q2compile.graph.quantizers import is_forward_operand, quantizers
+from q2compile.graph.storages import hint_of
+from q2compile.passes.joint.gathered_rows import (
+    GatheredRows,
+    Zeroed,
+    gathered,
+    is_rounding,
+)
+from q2compile.runtime_kernels.ops.table import MASK, QuantizerCall
 
 _aten = torch.ops.aten
-_NOTE = "q2_gathered"  # in a node's meta: what the pass says of it
 _OFTEN = 2  # rows that are gathered, for one that there is, from which on it pays
 
 
@@ -56,21 +63,17 @@ def quantize_rows_once_pass(graph: fx.Graph) -> int:
         found = gathered(call.x) if _within_rows(call) else None
         if found is None or not any(output.users for output in node.users):
             continue
-        rows, there = hint_of(found.index.meta["val"].numel()), hint_of(found.source)
+        rows = hint_of(found.index.meta["val"].numel())
+        there = hint_of(found.source.meta["val"].shape[0])
         if rows is None or there is None:
-            node.meta[_NOTE] = f"{node.name} is left: its number of rows is not known"
+            node.meta[NOTE] = f"{node.name} is left: its number of rows is not known"
         elif rows < _OFTEN * there:
-            node.meta[_NOTE] = f"{node.name} is left: {rows} rows, gathered from {there}"
+            node.meta[NOTE] = f"{node.name} is left: {rows} rows, gathered from {there}"
         else:
             note = f"{there} rows are quantized for the {rows} that are gathered from them"
             _Rewritten(graph, node, call, found).gather(node in backward, note)
             matches += 1
     return matches
-
-
-def rows_once_notes(graph: fx.Graph) -> list[str]:
-    """Notes of the pass about quantizers of gathered rows. Each note is returned once."""
-    return [node.meta.pop(_NOTE) for node in graph.nodes if _NOTE in node.meta]
 
 
 def _within_rows(call: QuantizerCall) -> bool:
@@ -89,7 +92,7 @@ class _Rewritten:
     def gather(self, in_backward: bool, note: str) -> None:
         """Replace the quantizer by one of the source, and gather its codes before each reader."""
         node, graph = self.node, self.graph
-        outputs: dict[Any, fx.Node] = {n.args[1]: n for n in node.users}
+        outputs = outputs_of(node)
         with graph.inserting_before(node):
             source, rows = self._source()
             call, amax = self.call, self.call.args["amax"]
@@ -97,7 +100,7 @@ class _Rewritten:
                 amax = self._amax(amax, call.x, source)
             args, kwargs = call.replace(x=source, amax=amax).written()
             made = self._call(node.target, *args, **kwargs)
-            made.meta[_NOTE] = f"{made.name}: {note}"
+            made.meta[NOTE] = f"{made.name}: {note}"
             parts = {i: self._call(operator.getitem, made, i) for i in {0, 1, *outputs}}
         readers = [reader for output in outputs.values() for reader in output.users]
         with graph.inserting_before(min(readers)):
@@ -160,7 +163,7 @@ class _Rewritten:
         whole = [n for n in chain if n.target is _aten.amax.default and len(n.args) == 1]
         magnitudes = [n for n in chain if n.target is _aten.abs.default]
         casts = len(chain) - len(whole) - len(magnitudes)
-        known = len(whole) == len(magnitudes) == 1 and casts == sum(map(_is_cast, chain))
+        known = len(whole) == len(magnitudes) == 1 and casts == sum(map(is_rounding, chain))
         # A maximum of magnitudes: rows of zeros do not change it.
         if node is not x or not known or not magnitudes[0] < whole[0]:
             return amax
@@ -183,10 +186,6 @@ class _Rewritten:
 
     def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return new_node(self.node, target, *args, **kwargs)
-
-
-def _is_cast(node: fx.Node) -> bool:
-    return node.target in (torch.ops.prims.convert_element_type.default, _aten._to_copy.default)
 
 
 def _erase_unread(graph: fx.Graph, nodes: list[fx.Node]) -> None:

@@ -9,15 +9,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from q2compile.capture.node_meta import GATHERS, SEED_INDEX, SITE
-from q2compile.passes.graph_queries import GEMM_OPS, VIEWS_AND_CASTS, is_q2
+from q2compile.graph.new_node import new_constant, new_node
+from q2compile.graph.node_meta import GATHERS, NOTE, seed_index_of, site_of
+from q2compile.graph.nodes import GEMM_OPS, is_q2, outputs_of
+from q2compile.graph.quantizers import quantizers
+from q2compile.graph.views import CAST, VIEWS, behind
 from q2compile.passes.joint.gathered_weight import GatheredWeight, gather_behind, gathered_weight
-from q2compile.passes.new_node import new_constant, new_node
 from q2compile.runtime_kernels.numerics import shards
-from q2compile.runtime_kernels.ops.table import QuantizerCall, quantizers
+from q2compile.runtime_kernels.ops.table import QuantizerCall
 
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
-_NOTE = "q2_shards"  # in a node's meta: why the pass left it
 
 
 def quantize_shards_pass(graph: fx.Graph) -> int:
@@ -70,22 +71,16 @@ def quantize_shards_pass(graph: fx.Graph) -> int:
     return sum(map(len, moved.values()))
 
 
-def shards_notes(graph: fx.Graph) -> list[str]:
-    """Why the pass left quantizers of gathered weights. Each note is returned once."""
-    return [node.meta.pop(_NOTE) for node in graph.nodes if _NOTE in node.meta]
-
-
 def _leave(quantizer: fx.Node, gather: fx.Node, why: str) -> None:
-    module = quantizer.meta.get("custom", {}).get(SITE)
+    module = site_of(quantizer)
     of_module = f" of {module}" if module else ""
-    quantizer.meta[_NOTE] = f"{quantizer.name}{of_module} is left: {why}"
+    quantizer.meta[NOTE] = f"{quantizer.name}{of_module} is left: {why}"
     _note(gather, quantizer, f"gathers values: {why}")
 
 
 def _note(gather: fx.Node, quantizer: fx.Node, text: str) -> None:
-    """Note a reason for the report."""
-    seed_index = quantizer.meta.get("custom", {}).get(SEED_INDEX)
-    gather.meta[GATHERS] = {**gather.meta.get(GATHERS, {}), seed_index: text}
+    """For the report."""
+    gather.meta[GATHERS] = {**gather.meta.get(GATHERS, {}), seed_index_of(quantizer): text}
 
 
 def _is_weight(quantizer: fx.Node, call: QuantizerCall) -> bool:
@@ -93,17 +88,10 @@ def _is_weight(quantizer: fx.Node, call: QuantizerCall) -> bool:
     and other forms of a scheme are of later passes."""
     if call.columnwise or call.source_scheme is not None or call.scheme.form:
         return False
-    outputs = (user for user in quantizer.users if user.target is operator.getitem)
-    codes = [output for output in outputs if output.args[1] == 0]
-    return any(
-        is_q2(u, *GEMM_OPS) and u.args[3] is output for output in codes for u in output.users
+    codes = outputs_of(quantizer).get(0)
+    return codes is not None and any(
+        is_q2(user, *GEMM_OPS) and user.args[3] is codes for user in codes.users
     )
-
-
-def _is_input(node: Any) -> bool:
-    while node.target in VIEWS_AND_CASTS:
-        node = node.args[0]
-    return bool(node.op == "placeholder")
 
 
 def _erase(graph: fx.Graph, gather: fx.Node) -> None:
@@ -120,7 +108,7 @@ def _why_not(call: QuantizerCall, weight: GatheredWeight | None) -> str:
         return "views between the gather and the quantizer cut or join it in another way"
     if call.draws:
         return "it draws random bits, which depend on the position"
-    if not _is_input(weight.shard):
+    if behind(weight.shard, VIEWS | CAST).op != "placeholder":
         return "a rank's part of it is computed in the graph"
     if scheme.takes_amax or call.args["amax"] is not None:
         return "its global scale depends on the largest element of the whole weight"
@@ -141,7 +129,7 @@ class _Moved:
         self.rows, self.height = weight.sizes[0] * weight.sizes[1], call.scheme.block[0]
 
     def write(self) -> None:
-        outputs: dict[Any, fx.Node] = {n.args[1]: n for n in self.node.users}
+        outputs = outputs_of(self.node)
         with self.graph.inserting_before(self.node):
             self.shard = self._in_its_dtype(self.weight.shard_as_matrix(self._new))
             if self.call.scheme.global_scale == "none":

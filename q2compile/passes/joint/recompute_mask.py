@@ -6,7 +6,8 @@ from __future__ import annotations
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from q2compile.passes.graph_queries import GEMM_OPS, RESHAPES, depending_on_tangents, is_q2
+from q2compile.graph.nodes import GEMM_OPS, depending_on_tangents, is_q2
+from q2compile.graph.views import behind
 from q2compile.passes.joint.gathered_rows import zeroes_rows
 
 
@@ -30,13 +31,7 @@ def recompute_mask_pass(graph: fx.Graph) -> int:
     for node in graph.nodes:
         decided = node in backward or "recompute" in node.meta
         found = None if decided or not node.args else zeroes_rows(node)
-        if found is not None and is_q2(_unviewed(found[1]), *GEMM_OPS):
+        if found is not None and is_q2(behind(found[1]), *GEMM_OPS):
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             matches += 1
     return matches
-
-
-def _unviewed(node: fx.Node) -> fx.Node:
-    while node.target in RESHAPES:
-        node = node.all_input_nodes[0]
-    return node

@@ -3,22 +3,22 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from q2compile.passes.graph_queries import (
+from q2compile.graph.nodes import (
     GEMM_OPS,
-    VIEWS_AND_CASTS,
     depending_on_tangents,
-    is_forward_operand,
     is_q2,
+    outputs_of,
     producer,
     q2_nodes,
 )
-from q2compile.runtime_kernels.ops.table import TRANSPOSE, quantizer_of
+from q2compile.graph.quantizers import is_forward_operand, quantizer_of
+from q2compile.graph.views import CAST, VIEWS, kind_of
+from q2compile.runtime_kernels.ops.table import TRANSPOSE
 
 
 def recompute_weights_pass(graph: fx.Graph) -> int:
@@ -76,7 +76,7 @@ def packed_weights(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 
 
 def _with_outputs(op: fx.Node) -> list[fx.Node]:
-    return [op, *(n for n in op.users if n.target is operator.getitem)]
+    return [op, *outputs_of(op).values()]
 
 
 def _chain_to_input(weight: fx.Node) -> list[fx.Node] | None:
@@ -85,7 +85,7 @@ def _chain_to_input(weight: fx.Node) -> list[fx.Node] | None:
         return None
     chain: list[fx.Node] = []
     node: Any = weight.args[0]
-    while isinstance(node, fx.Node) and node.target in VIEWS_AND_CASTS:
+    while isinstance(node, fx.Node) and kind_of(node) & (VIEWS | CAST):
         chain.append(node)
         node = node.args[0]
     return chain if isinstance(node, fx.Node) and node.op == "placeholder" else None

@@ -10,9 +10,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from q2compile.passes.graph_queries import serves_quantizer
+from q2compile.graph.nodes import outputs_of
+from q2compile.graph.quantizers import quantizer_of, quantizers, set_call
+from q2compile.graph.served import serves_quantizer
+from q2compile.graph.views import CAST, VIEWS, behind
 from q2compile.runtime_kernels.ops.requantize import rounds_by_scales
-from q2compile.runtime_kernels.ops.table import QuantizerCall, quantizer_of, quantizers, set_call
+from q2compile.runtime_kernels.ops.table import QuantizerCall
 from q2compile.runtime_kernels.registry import CUDA
 from q2compile.torch_internals.partitioner import save_instead
 
@@ -85,15 +88,14 @@ def known_by_scales(backward: fx.Graph, names: Collection[str]) -> set[str]:
 
 
 def _known_by_scales(weight: fx.Node, call: QuantizerCall) -> bool:
-    parameter = x = call.x
+    x = call.x
     like = x.meta["val"]
-    while parameter.op != "placeholder":  # through the views and casts of recompute_weights
-        parameter = parameter.args[0]
+    parameter = behind(x, VIEWS | CAST)  # as recompute_weights has found it
     if like.dtype != torch.bfloat16 or parameter.meta["val"].dtype != like.dtype:
         return False
     if not like.is_contiguous() or not rounds_by_scales(call.scheme) or call.rotated:
         return False
-    parts: dict[Any, fx.Node] = {output.args[1]: output for output in weight.users}
+    parts = outputs_of(weight)
     readers = {reader for output in weight.users for reader in output.users}
     return bool(readers) and all(
         (recomputed := quantizer_of(reader)) is not None
@@ -117,7 +119,7 @@ def _outputs_of_both(
     recomputed = {node.name: node for node in backward.nodes if node.name in names}
     pairs = []
     for weight in [node for node in forward.nodes if node.name in recomputed]:
-        made = {node.args[1]: node for node in weight.users}
+        made = outputs_of(weight)
         for taken in recomputed[weight.name].users:
             index: Any = taken.args[1]
             pairs.append((made.get(index) or _output(forward, weight, index, taken), taken))

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from q2compile.passes.memory import SMALL, WORTH_TIME, bytes_of
+from q2compile.graph.storages import SMALL, WORTH_TIME, bytes_of
 from q2compile.torch_internals.memory import estimated_peak
 
 

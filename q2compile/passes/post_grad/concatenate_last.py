@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from q2compile.passes.graph_queries import RESHAPES
-from q2compile.runtime_kernels.ops.table import quantizer_of
+from q2compile.graph.quantizers import quantizer_of
+from q2compile.graph.views import RESHAPE, readers
 
 _aten = torch.ops.aten
 
@@ -48,10 +48,9 @@ def _is_concatenation(node: Any) -> bool:
 
 
 def _is_quantized(node: fx.Node) -> bool:
-    """Whether only rotating quantizers read a node."""
-    return bool(node.users) and all(
-        _is_quantized(user) if user.target in RESHAPES else _rotates(user) for user in node.users
-    )
+    """By rotating quantizers, and not read otherwise."""
+    found = list(readers(node, RESHAPE))
+    return bool(found) and all(map(_rotates, found))
 
 
 def _rotates(node: fx.Node) -> bool:

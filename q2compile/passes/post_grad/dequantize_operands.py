@@ -7,20 +7,15 @@ from typing import Any
 
 from torch import fx
 
-from q2compile.passes.graph_queries import (
-    GEMM_OPS,
-    RESHAPES,
-    is_forward_operand,
-    is_q2,
-    is_served_by,
-    serves_quantizer,
-    update_outputs,
-)
+from q2compile.graph.gemms import OPERANDS
+from q2compile.graph.nodes import GEMM_OPS, is_q2, name_of, update_outputs
+from q2compile.graph.quantizers import is_forward_operand, quantizers, set_call
+from q2compile.graph.served import is_served_by, serves_quantizer
+from q2compile.graph.views import behind
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED
-from q2compile.runtime_kernels.ops.table import QuantizerCall, quantizers, set_call
+from q2compile.runtime_kernels.ops.table import QuantizerCall
 from q2compile.runtime_kernels.registry import CUDA, CUDA_BF16
 
-_CODES, _SCHEMES = (0, 3), (7, 8)  # arguments of GEMM_OPS, of a and b
 _LARGE = 2**24  # elements
 
 
@@ -60,7 +55,7 @@ def dequantize_operands_pass(graph: fx.Graph) -> int:
         set_call(node, call)
         update_outputs(node)
         for gemm in readers:
-            for codes, of_scheme in zip(_CODES, _SCHEMES, strict=True):
+            for codes, of_scheme in OPERANDS:
                 operand = gemm.args[codes]
                 if operand in node.users:
                     gemm.update_arg(of_scheme, scheme)
@@ -74,12 +69,10 @@ def _may_be_lowered(call: QuantizerCall) -> bool:
 
 
 def _is_large_input(x: Any) -> bool:
-    """Whether x is an input of the graph that is large, or of unknown size."""
+    """Whether x is an input of the graph, or a view of one."""
     size = x.meta["val"].numel()
-    while x.target in RESHAPES:
-        x = x.args[0]
-    return x.op == "placeholder" and isinstance(size, int) and size >= _LARGE
+    return behind(x).op == "placeholder" and isinstance(size, int) and size >= _LARGE
 
 
 def _is_bf16(node: fx.Node) -> bool:
-    return is_q2(node, *GEMM_OPS) and is_served_by(node.target, node.args, CUDA_BF16)
+    return is_q2(node, *GEMM_OPS) and is_served_by(name_of(node.target), node.args, CUDA_BF16)

@@ -9,9 +9,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from q2compile.passes.memory import Storage, storages
-from q2compile.runtime_kernels.ops.fusing import MAY_FUSE, PAIR, READS_THE_SAME, is_view_or_cast
-from q2compile.runtime_kernels.ops.table import QuantizerCall, quantizer_of, quantizers
+from q2compile.graph.node_meta import MAY_FUSE, PAIR, READS_THE_SAME
+from q2compile.graph.nodes import needed_behind
+from q2compile.graph.quantizers import quantizer_of, quantizers
+from q2compile.graph.storages import Storage, storages
+from q2compile.graph.views import ELEMENTS, is_pointwise, kind_of
+from q2compile.runtime_kernels.ops.table import QuantizerCall
 
 
 def fuse_rotations_pass(graph: fx.Graph) -> int:
@@ -112,18 +115,10 @@ def mostly_in(one: dict[Storage, int], other: dict[Storage, int]) -> bool:
 def _moved_ahead(second: fx.Node, first: fx.Node) -> bool:
     """Moves what `second` reads before `first`, if all of it computes element by element or picks a
     seed; otherwise returns False."""
-    needed: set[fx.Node] = set()
-    pending = [second]
-    while pending:
-        for read in pending.pop().all_input_nodes:
-            if first < read and read not in needed:
-                if not (_is_element_by_element(read) or _is_seed(read)):
-                    return False
-                needed.add(read)
-                pending.append(read)
-            elif read is first:
-                return False
-    for node in sorted(needed):
+    needed = needed_behind(second, first.prev, _may_move)
+    if needed is None:
+        return False
+    for node in needed:
         first.prepend(node)
     return True
 
@@ -131,8 +126,8 @@ def _moved_ahead(second: fx.Node, first: fx.Node) -> bool:
 def _is_element_by_element(node: fx.Node) -> bool:
     tags: Any = getattr(node.target, "tags", ())
     draws = torch.Tag.nondeterministic_seeded in tags  # whose order is part of the program
-    return is_view_or_cast(node) or (torch.Tag.pointwise in tags and not draws)
+    return bool(kind_of(node) & ELEMENTS) or (is_pointwise(node) and not draws)
 
 
-def _is_seed(node: fx.Node) -> bool:
-    return node.target is torch.ops.aten.select.int
+def _may_move(node: fx.Node) -> bool:
+    return _is_element_by_element(node) or node.target is torch.ops.aten.select.int  # a seed

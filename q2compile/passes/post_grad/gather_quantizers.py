@@ -10,11 +10,12 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from q2compile.passes.memory import SMALL
+from q2compile.graph.launch_groups import adjacent_quantizers, is_between
+from q2compile.graph.nodes import needed_behind
+from q2compile.graph.quantizers import quantizer_of
+from q2compile.graph.storages import SMALL
 from q2compile.runtime_kernels.cuda.quantize.grouping import Tail, can_share
 from q2compile.runtime_kernels.cuda.quantize.plan import tail_launch_of_scheme
-from q2compile.runtime_kernels.ops.launch_groups import adjacent_quantizers, is_between
-from q2compile.runtime_kernels.ops.table import quantizer_of
 
 _REACH = 2  # groups: what is made early waits for no more GEMMs than those
 
@@ -52,7 +53,7 @@ def gather_quantizers_pass(graph: fx.Graph) -> int:
             earlier = groups[j]
             if not earlier or size is None or held[j] + size > SMALL or not _fits(earlier, node):
                 continue
-            needed = _needed(node, earlier[-1])
+            needed = needed_behind(node, earlier[-1], is_between)
             if needed is None:
                 continue
             at = earlier[-1]
@@ -71,21 +72,6 @@ def _fits(group: Iterable[fx.Node], node: fx.Node) -> bool:
     calls = [call for call in map(quantizer_of, (*group, node)) if call is not None]
     tails = [Tail(tail_launch_of_scheme(c.scheme, c.transform), len(c.operands)) for c in calls]
     return len({call.scheme for call in calls}) == 1 and can_share(tails)
-
-
-def _needed(node: fx.Node, end: fx.Node) -> list[fx.Node] | None:
-    """The inputs of a node that come after `end`, in order; None if one of them is more than a view
-    or a cast."""
-    found: set[fx.Node] = set()
-    pending = [node]
-    while pending:
-        for read in pending.pop().all_input_nodes:
-            if end < read and read not in found:
-                if not is_between(read):
-                    return None
-                found.add(read)
-                pending.append(read)
-    return sorted(found)
 
 
 def _bytes(node: fx.Node) -> int | None:

@@ -8,25 +8,17 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.node import map_arg
 
-from q2compile.passes.graph_queries import is_q2
+from q2compile.graph.launch_groups import adjacent_quantizers, global_scales
+from q2compile.graph.node_meta import ALPHA_FROM, LAUNCH_GROUP
+from q2compile.graph.nodes import is_q2
+from q2compile.graph.quantizers import quantizer_of
+from q2compile.graph.served import kernel_of
 from q2compile.runtime_kernels.cuda.quantize.grouping import Tail, groups_of
 from q2compile.runtime_kernels.cuda.quantize.plan import tail_launch_of_scheme
-from q2compile.runtime_kernels.ops.launch_groups import (
-    ALPHA_FROM,
-    LAUNCH_GROUP,
-    adjacent_quantizers,
-    global_scales,
-)
 from q2compile.runtime_kernels.ops.split_scales import splits_scales
-from q2compile.runtime_kernels.ops.table import (
-    GEMM,
-    SPLIT_SCALES,
-    QuantizerCall,
-    quantizer_of,
-)
-from q2compile.runtime_kernels.registry import CUBLASLT_FP4, serving
+from q2compile.runtime_kernels.ops.table import GEMM, SPLIT_SCALES, QuantizerCall
+from q2compile.runtime_kernels.registry import CUBLASLT_FP4
 
 _A, _B = 2, 5  # the global scales of a GEMM, among its arguments
 
@@ -77,15 +69,14 @@ def _tail(node: fx.Node) -> Tail:
 
 
 def _is_launched(call: QuantizerCall) -> bool:
-    """Whether our kernel serves it, or what follows the Inductor kernel that replaces it."""
-    args = map_arg(call.positional, lambda n: n.meta["val"])
-    if serving(call.spec.name, args).launching is not None:
+    """Whether a kernel of ours serves it, or what follows an Inductor kernel in its place."""
+    if kernel_of(call.spec.name, call.positional).launching is not None:
         return True
     scheme = call.scheme
     if not call.spec.is_lowered or scheme.dequantized or not splits_scales(scheme):
         return False
     raw_scales = call.x.meta["val"].new_empty((1, 1), dtype=torch.float32)
-    return serving(SPLIT_SCALES, (raw_scales, scheme.name)).launching is not None
+    return kernel_of(SPLIT_SCALES, (raw_scales, scheme.name)).launching is not None
 
 
 def _mark_products(group: list[fx.Node], number: int) -> None:
@@ -110,7 +101,6 @@ def _other_global_scale(gemm: fx.Node, scale: fx.Node) -> fx.Node | None:
     pair: Any = (gemm.args[_A], gemm.args[_B])
     if scale not in pair or pair[0] is pair[1]:
         return None
-    args = map_arg(gemm.args, lambda n: n.meta["val"])
-    if serving(GEMM, args).name != CUBLASLT_FP4:
+    if kernel_of(GEMM, gemm.args).name != CUBLASLT_FP4:
         return None
     return pair[1] if pair[0] is scale else pair[0]

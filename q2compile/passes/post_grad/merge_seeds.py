@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from q2compile.passes.graph_queries import device_of
-from q2compile.passes.new_node import new_node
+from q2compile.graph.new_node import new_node
+from q2compile.graph.nodes import device_of
 from q2compile.runtime_kernels.numerics.seeds import iota, seeds_of
 
 

@@ -10,14 +10,11 @@ from typing import Any
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from q2compile.passes.graph_queries import is_q2, quantizer_served_by
-from q2compile.passes.memory import SMALL, WORTH_TIME, bytes_of
-from q2compile.runtime_kernels.ops.table import (
-    PADDED_ENDS,
-    QuantizerCall,
-    quantizer_of,
-    quantizers,
-)
+from q2compile.graph.nodes import is_q2, tangents
+from q2compile.graph.quantizers import quantizer_of, quantizers
+from q2compile.graph.served import kernel_of
+from q2compile.graph.storages import SMALL, WORTH_TIME, bytes_of
+from q2compile.runtime_kernels.ops.table import PADDED_ENDS, QuantizerCall
 from q2compile.runtime_kernels.registry import REFERENCE
 
 
@@ -75,10 +72,9 @@ def pair_directions_pass(graph: fx.Graph) -> int:
 
 def _most_bytes(graph: fx.Graph) -> float:
     """Bytes of the first gradient, from which on it costs too much memory to be a pair."""
-    inputs = graph.find_nodes(op="placeholder")
-    if not any(node.name.startswith("tangents") for node in inputs):
+    if not tangents(graph):
         return math.inf
-    return max(WORTH_TIME * bytes_of(inputs), SMALL)
+    return max(WORTH_TIME * bytes_of(graph.find_nodes(op="placeholder")), SMALL)
 
 
 def _keys(call: QuantizerCall) -> list[tuple[Any, Any]]:
@@ -107,7 +103,7 @@ def _is_pair(first: fx.Node, second: fx.Node) -> bool:
         return isinstance(seed, fx.Node) or both.scheme.is_tensorwise
     of_rows, of_columns = both.x.meta["val"].stride()
     in_columns = statically_known_true(of_rows == 1) and statically_known_true(of_columns != 1)
-    return not in_columns and quantizer_served_by(both) != REFERENCE
+    return not in_columns and kernel_of(both.spec.name, both.positional).name != REFERENCE
 
 
 def _groups(call: QuantizerCall) -> tuple[Any, ...]:

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 from torch import fx
 
-from q2compile.passes.graph_queries import VIEWS_AND_CASTS, is_q2
-from q2compile.runtime_kernels.ops.table import TRANSPOSE, quantizer_of
+from q2compile.graph.nodes import is_q2
+from q2compile.graph.quantizers import quantizer_of
+from q2compile.graph.views import CAST, ITEM, VIEWS, kind_of
+from q2compile.runtime_kernels.ops.table import TRANSPOSE
 
 
 def share_operands_pass(graph: fx.Graph) -> int:
@@ -34,7 +35,7 @@ def share_operands_pass(graph: fx.Graph) -> int:
     returned = set(graph.output_node().all_input_nodes)
     for node in list(graph.nodes):
         quantizes = quantizer_of(node) is not None or is_q2(node, TRANSPOSE)
-        between = node.target is operator.getitem or node.target in VIEWS_AND_CASTS
+        between = bool(kind_of(node) & (VIEWS | CAST | ITEM))
         if node in returned or not (quantizes or between):
             continue
         key = _key((node.target, node.args, sorted(node.kwargs.items())))

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import fx
 
-from q2compile.passes.graph_queries import GEMM_OPS, depending_on_tangents, producer, q2_nodes
-from q2compile.runtime_kernels.ops.table import quantizer_of, set_call
+from q2compile.graph.nodes import GEMM_OPS, depending_on_tangents, outputs_of, producer, q2_nodes
+from q2compile.graph.quantizers import quantizer_of, set_call
 
 
 def share_rotations_pass(graph: fx.Graph) -> int:
@@ -123,7 +123,7 @@ def _replace_seed(a: fx.Node, seed: fx.Node, shared: fx.Node, rng_offset: int) -
 
 def _use_outputs_of(first: fx.Node, gemm: fx.Node, b: fx.Node) -> None:
     """Let ``gemm`` take its second operand from ``first`` instead of ``b``."""
-    outputs = {n.args[1]: n for n in first.users}
+    outputs = outputs_of(first)
     for old in gemm.args[3:6]:
         assert isinstance(old, fx.Node) and old.args[0] is b
         gemm.replace_input_with(old, outputs[old.args[1]])

@@ -10,13 +10,14 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from q2compile.passes.graph_queries import serves_quantizer
+from q2compile.graph.quantizers import quantizer_of, set_call
+from q2compile.graph.served import serves_quantizer
+from q2compile.graph.views import CAST, kind_of
 from q2compile.runtime_kernels.ops.quantize import DBIAS_DTYPES
-from q2compile.runtime_kernels.ops.table import QuantizerCall, quantizer_of, set_call
+from q2compile.runtime_kernels.ops.table import QuantizerCall
 from q2compile.runtime_kernels.registry import CUDA
 
 _aten = torch.ops.aten
-_CASTS = (torch.ops.prims.convert_element_type.default, _aten._to_copy.default)
 
 
 def sum_columns_pass(graph: fx.Graph) -> int:
@@ -76,7 +77,7 @@ def _last_cast(node: fx.Node) -> fx.Node:
     while len(node.users) == 1:
         user = next(iter(node.users))
         value = user.meta.get("val")
-        if user.target not in _CASTS or value is None or value.dtype not in DBIAS_DTYPES:
+        if kind_of(user) != CAST or value is None or value.dtype not in DBIAS_DTYPES:
             break
         if value.device != node.meta["val"].device:
             break

@@ -3,22 +3,23 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable
 from typing import Any
 
 from torch import fx
 
-from q2compile.passes.graph_queries import (
+from q2compile.graph.nodes import (
     depending_on_tangents,
     is_q2,
-    is_served_by,
     name_of,
+    named_arguments,
+    outputs_of,
     update_outputs,
 )
-from q2compile.passes.verify import named_arguments
+from q2compile.graph.quantizers import quantizer_of
+from q2compile.graph.served import is_served_by
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, get_scheme
-from q2compile.runtime_kernels.ops.table import GEMM, TRANSPOSE, quantizer_of
+from q2compile.runtime_kernels.ops.table import GEMM, TRANSPOSE
 from q2compile.runtime_kernels.ops.transpose import of_rows
 from q2compile.runtime_kernels.registry import CUBLASLT_FP4, CUDA, TRITON_FP4, as_written
 
@@ -75,21 +76,21 @@ def _swizzle(nodes: Iterable[fx.Node]) -> int:
         swizzled = _swizzled(node)
         if swizzled is None:
             continue
-        scales = [u for u in node.users if u.target is operator.getitem and _index(u) % 3 == 1]
+        scales = [output for i, output in outputs_of(node).items() if i % 3 == 1]
         readers = [(reader, output) for output in scales for reader in output.users]
         if not any(is_q2(reader, GEMM) for reader, _ in readers):
             continue
         args, scheme = swizzled
         if not all(_served(*reader, scheme) for reader in readers):
             continue
-        op = name_of(node)
-        if not is_served_by(node.target, tuple(args.values()), CUDA):
+        op = name_of(node.target)
+        if not is_served_by(op, tuple(args.values()), CUDA):
             continue
         node.args, node.kwargs = as_written(op, args)
         update_outputs(node)
         for reader, output in readers:
             named, _ = _with_swizzled(reader, output, scheme)
-            reader.args, reader.kwargs = as_written(name_of(reader), named)
+            reader.args, reader.kwargs = as_written(name_of(reader.target), named)
         matches += 1
     return matches
 
@@ -111,12 +112,6 @@ def _swizzled(node: fx.Node) -> tuple[dict[str, Any], str] | None:
     return {**args, "swizzled": True}, of_rows(str(args["scheme"]))
 
 
-def _index(output: fx.Node) -> int:
-    index = output.args[1]
-    assert isinstance(index, int)
-    return index
-
-
 def _with_swizzled(
     reader: fx.Node, scales: fx.Node, scheme: str
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -135,4 +130,4 @@ def _with_swizzled(
 
 def _served(reader: fx.Node, scales: fx.Node, scheme: str) -> bool:
     args, kernels = _with_swizzled(reader, scales, scheme)
-    return bool(args) and is_served_by(reader.target, tuple(args.values()), *kernels)
+    return bool(args) and is_served_by(name_of(reader.target), tuple(args.values()), *kernels)

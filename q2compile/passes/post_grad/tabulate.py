@@ -5,18 +5,17 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
-from q2compile.passes.graph_queries import VIEWS_AND_CASTS, q2_nodes
+from q2compile.graph.nodes import q2_nodes
+from q2compile.graph.views import CAST, VIEWS, is_pointwise, readers
 from q2compile.torch_internals.inductor import in_memory
 
 _aten = torch.ops.aten
 _ANGLES = (_aten.cos.default, _aten.sin.default)
-_SPREADS = VIEWS_AND_CASTS | {_aten.unsqueeze.default, _aten.expand.default}
 _SHARED = 8  # elements that are computed from each element of a table
 
 
@@ -46,7 +45,7 @@ def tabulate_pass(graph: fx.Graph) -> int:
     for node in [n for n in graph.nodes if n.target in _ANGLES]:
         table = _last_of_its_size(node)
         value = table.meta["val"]
-        size, read = _elements(table), sum(map(_elements, _readers(table)))
+        size, read = _elements(table), sum(map(_elements, readers(table, VIEWS | CAST)))
         if value.dtype != torch.float32 or not 0 < _SHARED * size <= read:
             continue
         with graph.inserting_after(table):
@@ -64,23 +63,10 @@ def _last_of_its_size(node: fx.Node) -> fx.Node:
     while len(node.users) == 1:
         (reader,) = node.users
         alike = _elements(reader) == _elements(node) and reader.all_input_nodes == [node]
-        if not alike or not _is_pointwise(reader) or _dtype(reader) != _dtype(node):
+        if not alike or not is_pointwise(reader) or _dtype(reader) != _dtype(node):
             break
         node = reader
     return node
-
-
-def _is_pointwise(node: fx.Node) -> bool:
-    return torch.Tag.pointwise in getattr(node.target, "tags", ())
-
-
-def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """The nodes that compute something from a table."""
-    for reader in node.users:
-        if reader.target in _SPREADS:
-            yield from _readers(reader)
-        elif reader.op == "call_function":
-            yield reader
 
 
 def _elements(node: fx.Node) -> int:

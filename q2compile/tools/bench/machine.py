@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from q2compile import __version__
 from q2compile.runtime_kernels.cuda.jit import launch, nvrtc
 from q2compile.runtime_kernels.cuda.versions import cublaslt_version
-from q2compile.version import __version__
 
 _PACKAGES = ("triton", "cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cublas")
 _STATE = (

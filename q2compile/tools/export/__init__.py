@@ -10,7 +10,7 @@
     job.py           the arguments and the result of an export
     shards.py        files that appear whole or not at all
     write.py         layer by layer into them;  configs.py  the JSON files beside them
-    ranks.py         work that rank 0 does for all
+    ranks.py         work that one rank does for all that export the same model
     export.py        all of it, in order;  command.py  the same for a checkpoint
 
 May import what the rest of `tools` may.

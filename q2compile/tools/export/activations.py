@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from q2compile.errors import ConfigError
 from q2compile.telemetry.read import lines_of
+from q2compile.tools.export.ranks import Ranks
 
 
 def of_telemetry(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
@@ -34,11 +34,11 @@ def of_telemetry(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
     return {site: torch.tensor(amax) for site, amax in found.items()}
 
 
-def of_all_ranks(amax: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The largest activations in the calibration batches, over all ranks, which ran different
-    batches."""
-    if not amax or not (dist.is_available() and dist.is_initialized()):
-        return dict(amax)
-    values = torch.stack(list(amax.values()))
-    dist.all_reduce(values, dist.ReduceOp.MAX)
-    return dict(zip(amax, values.unbind(), strict=True))
+def of_all_ranks(amax: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
+    """The largest activations in the calibration batches, over all ranks that export the model.
+    They ran different batches, which may have reached different experts."""
+    found: dict[str, float] = {}
+    for of_rank in ranks.of_each({site: float(value) for site, value in amax.items()}):
+        for site, value in of_rank.items():
+            found[site] = max(found.get(site, 0.0), value)
+    return {site: torch.tensor(value) for site, value in found.items()}

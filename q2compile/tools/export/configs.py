@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from q2compile import __version__
 from q2compile.capture.module_names import plain_name, site_name
 from q2compile.report.announce import LOG
 from q2compile.tools.export.formats import compressed_tensors_config, modelopt_configs
 from q2compile.tools.export.job import Exported, Job
 from q2compile.tools.export.names import module_name, siblings, untied
 from q2compile.tools.export.shards import write_json
-from q2compile.version import __version__
 
 RECORD = "q2compile_export.json"
 _NO_MATMUL = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, nn.modules.conv._ConvNd)

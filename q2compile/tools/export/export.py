@@ -20,7 +20,7 @@ from q2compile.tools.export.formats import ACTIVATIONS, DYNAMIC, FORMATS, STATIC
 from q2compile.tools.export.inputs import traced
 from q2compile.tools.export.job import Exported, Job
 from q2compile.tools.export.options import compiled_parts, options_of_training
-from q2compile.tools.export.ranks import on_rank_0
+from q2compile.tools.export.ranks import Ranks
 from q2compile.tools.export.shards import checked_folder, size_in_bytes
 from q2compile.tools.export.traced import Trace
 from q2compile.tools.export.write import write
@@ -48,7 +48,8 @@ def export(
 
     Args:
         model: trained, compiled by this backend or not, on any device; also under DDP, FSDP2 or
-            tensor parallelism, where every rank calls this and rank 0 writes.
+            tensor parallelism, where every rank calls this, and the first that names ``folder``
+            writes: each pipeline stage takes a folder of its own.
         folder: where to write; must not be there yet, or be empty.
         format: "compressed-tensors", "modelopt", or "safetensors", which holds every recipe.
         activations: "weight-only"; "static", a stored scale for each layer's activations, from
@@ -78,13 +79,14 @@ def export(
     one_of("activations of export", activations, ACTIVATIONS)
     one_of("inexact of export", inexact, ("raise", "leave"))
     limit = size_in_bytes(max_shard_bytes)
-    path = on_rank_0(lambda: checked_folder(folder))
+    compiled, model = model, _unwrapped(model)
+    ranks = Ranks(folder, model)
+    path = ranks.on_first(lambda: checked_folder(folder))
     if find_spec("safetensors") is None:
         raise ConfigError("export: writing takes the package safetensors: pip install safetensors")
     _check_sources(activations, calibration, telemetry)
     if autocast is not None and autocast not in AUTOCAST:
         raise ConfigError(f"export: autocast: got {shown(autocast)}; allowed: {list(AUTOCAST)}")
-    compiled, model = model, _unwrapped(model)
     if meta := [name for name, p in model.named_parameters() if p.is_meta]:
         raise ConfigError(
             f"export: {len(meta)} parameters are on 'meta' and have no values, {meta[0]!r} first; "
@@ -99,10 +101,11 @@ def export(
     job = Job(
         model=model,
         path=path,
+        ranks=ranks,
         fmt=fmt,
         activations=activations,
         found=found,
-        amax=amax or recorded.of_all_ranks(found.amax),
+        amax=amax or recorded.of_all_ranks(found.amax, ranks),
         leaves=inexact == "leave",
         tokenizer=tokenizer,
         limit=limit,

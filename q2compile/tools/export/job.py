@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from q2compile.capture.module_names import plain_name
 from q2compile.tools.export.formats import Format
 from q2compile.tools.export.names import checkpoint_tensors, is_hugging_face
+from q2compile.tools.export.ranks import Ranks
 from q2compile.tools.export.traced import Trace
 
 
@@ -22,6 +23,7 @@ class Job:
 
     model: nn.Module
     path: Path
+    ranks: Ranks
     fmt: Format
     activations: str
     found: Trace

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.fx.node import map_arg
 
 from q2compile.capture.matmul import Matmul
-from q2compile.capture.views import example, viewed
+from q2compile.graph.views import example, viewed
 from q2compile.torch_internals.dynamo import attribute_read, dtensor_method
 from q2compile.torch_internals.private_names import FakeTensorMode
 from q2compile.torch_internals.storage import share_storage

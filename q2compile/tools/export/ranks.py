@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work that one rank does for all."""
+"""Work that one rank does for all that export the same model."""
 
 from __future__ import annotations
 
@@ -7,32 +7,69 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch import nn
 
 from q2compile.errors import ConfigError
 
 Result = TypeVar("Result")
+Value = TypeVar("Value")
 
 
-def on_rank_0(call: Callable[[], Result], meanwhile: Callable[[], Any] = lambda: None) -> Result:
-    """Runs ``call`` on rank 0 and returns its result on every rank of the default group; one
-    process is rank 0.
+class Ranks:
+    """The ranks that export into one folder: all ranks of the default group, or those that hold one
+    pipeline stage. The first of them writes.
 
-    Every rank runs ``meanwhile``, rank 0 after ``call``, even if that raised: collectives that
-    belong to it. An error is raised on all ranks, on the others as a ConfigError of its message.
+    Every rank of the default group makes one of these at the same place. Raises ConfigError on the
+    ranks that would write other models into the folder than its first rank does.
     """
-    if not (dist.is_available() and dist.is_initialized()):
-        return call()
-    error: Exception | None = None
-    outcome: list[Any] = [None, None]  # result, message
-    if dist.get_rank() == 0:
-        try:
-            outcome[0] = call()
-        except Exception as raised:
-            error, outcome[1] = raised, str(raised)
-    meanwhile()
-    dist.broadcast_object_list(outcome)
-    if error is not None:
-        raise error
-    if outcome[1] is not None:
-        raise ConfigError(f"on rank 0: {outcome[1]}")
-    return outcome[0]
+
+    def __init__(self, folder: object, model: nn.Module) -> None:
+        self._many = dist.is_available() and dist.is_initialized()
+        held = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
+        given = self._of_all((str(folder), held))
+        self._same = [rank for rank, (path, _) in enumerate(given) if path == str(folder)]
+        self._first = self._same[0]
+        self._is_first = not self._many or dist.get_rank() == self._first
+        if any(given[rank][1] != given[self._first][1] for rank in self._same):
+            raise ConfigError(
+                f"export: ranks {', '.join(map(str, self._same))} export models with different "
+                f"parameters into {folder}; give each pipeline stage a folder of its own"
+            )
+
+    def _of_all(self, value: Any) -> list[Any]:
+        """The values of all ranks of the default group, whatever they export."""
+        values = [value]
+        if self._many:
+            values *= dist.get_world_size()
+            dist.all_gather_object(values, value)
+        return values
+
+    def of_each(self, value: Value) -> list[Value]:
+        """The values of the ranks that export the same model."""
+        values = self._of_all(value)
+        return [values[rank] for rank in self._same]
+
+    def on_first(
+        self, call: Callable[[], Result], meanwhile: Callable[[], Any] = lambda: None
+    ) -> Result:
+        """Runs ``call`` on the first rank and returns its result on all that export the same model.
+
+        Every rank runs ``meanwhile``, the first after ``call``, even if that raised: collectives
+        that belong to it. An error is raised on all ranks, on the others as a ConfigError of its
+        message.
+        """
+        error: Exception | None = None
+        outcome: tuple[Any, str | None] = None, None  # result, message
+        if self._is_first:
+            try:
+                outcome = call(), None
+            except Exception as raised:
+                error, outcome = raised, (None, str(raised))
+        meanwhile()
+        result, message = self.of_each(outcome)[0]
+        if error is not None:
+            raise error
+        if message is not None:
+            raise ConfigError(f"on rank {self._first}: {message}")
+        found: Result = result
+        return found

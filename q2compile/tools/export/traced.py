@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from q2compile.capture.inline_attention import inline_attention
 from q2compile.capture.matmul import Matmul, NotTaken
 from q2compile.capture.module_names import Names, plain_name, site_name
-from q2compile.capture.views import example
 from q2compile.config import Config
+from q2compile.graph.views import example
 from q2compile.recipes.recipe import Gemm
 from q2compile.report.graph_log import raise_on_missed
 from q2compile.report.model_coverage import Coverage
@@ -57,7 +57,7 @@ class Trace:
     """Matmuls found in one or more forwards.
 
     uses    name of a parameter -> its matmuls
-    left    site -> why it is not taken
+    left    site -> why it is not taken; one that no forward has reached, too
     amax    site -> largest |x| of its activations, 0-dim, in the batches that ran
     unmatched  a sentence for each pattern of the policy that matches nothing
     not_seen   sites that the policy wants and that no forward has reached; not those whose weights
@@ -176,7 +176,8 @@ def trace(
         raise_on_missed(rows)
         coverage.raise_on_unseen()
     found.unmatched = coverage.unmatched()
-    found.not_seen = [
-        row.module for row in coverage.not_seen() if row.wanted and min(row.shape[-2:]) >= 16
-    ]
+    not_seen = {row.module: row for row in coverage.not_seen() if row.wanted}
+    for site, row in not_seen.items():
+        found.left.setdefault(site, row.why)
+    found.not_seen = [site for site, row in not_seen.items() if min(row.shape[-2:]) >= 16]
     return found

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write what a trace found, layer by layer: no rank holds more than the layers that a loader fuses,
-and a file's tensors on rank 0.
+and a file's tensors on the rank that writes.
 """
 
 from __future__ import annotations
@@ -29,14 +29,13 @@ from q2compile.tools.export.names import (
     siblings,
 )
 from q2compile.tools.export.places import stacked
-from q2compile.tools.export.ranks import on_rank_0
 from q2compile.tools.export.shards import Shards, new_folder
 
 _ADAPTERS = ("lora_A", "lora_B", "lora_a", "lora_b")
 
 
 def write(job: Job) -> Exported:
-    """Carry out a job; every rank gets the result, or the error of rank 0."""
+    """Carry out a job; every rank gets the result, or the error of the rank that writes."""
     groups = siblings(list(job.state))
     gathered = ((group, [_whole(job.state[name]) for name in group]) for group in groups)
 
@@ -44,7 +43,7 @@ def write(job: Job) -> Exported:
         for _ in gathered:
             pass
 
-    return on_rank_0(lambda: _write(job, gathered), gather_the_rest)
+    return job.ranks.on_first(lambda: _write(job, gathered), gather_the_rest)
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -17,7 +17,8 @@ torch 2.11 to 2.15, ATen/native/cuda/ScaledBlas.cpp and ATen/cuda/CUDABlas.cpp):
 cuBLASLt adds the bias after alpha has scaled the sums. Its matrices are column-major: ours is the
 transpose of one, so its A is our b, its columns are our rows.
 
-The constants are those of cublasLt.h and library_types.h of CUDA 12.8 to 13.1.
+The constants are those of cublasLt.h and library_types.h of CUDA 12.8 to 13.1, and of cuBLAS 13.10:
+tests/runtime_kernels/cuda/test_cublaslt_header.py compares them with an installed cublasLt.h.
 """
 
 import ctypes
@@ -167,23 +168,37 @@ class Plan:
         self._product, self._parts = product, Descriptors(product)
         self._handle, self._zero = handle(product.device)
         self._lock = threading.Lock()  # the pointers are in the descriptor; ctypes lets others run
-        found, count = (_Heuristic * _ASKED)(), ctypes.c_int()
-        p = self._parts
-        _call(
-            "MatmulAlgoGetHeuristic",
-            *(self._handle, p.operation, p.a, p.b, p.result, p.result, p.preference),
-            *(_ASKED, found, ctypes.byref(count)),
-        )
-        usable = [one for one in found[: count.value] if not one.state]
-        if not usable:
-            raise LaunchError(f"cuBLASLt has no algorithm for {product}: status {found[0].state}.")
+        usable = self._looked_up()
         self.algorithms = [_described(one) for one in usable]
         listed = wanted is not None and tuple(wanted) in self.algorithms
         which = self.algorithms.index(Algorithm(*wanted)) if wanted and listed else 0
         self.algorithm, self._found = self.algorithms[which], usable[which]
 
+    def _looked_up(self) -> list[_Heuristic]:
+        found, count = (_Heuristic * _ASKED)(), ctypes.c_int()
+        p, product = self._parts, self._product
+        try:
+            _call(
+                "MatmulAlgoGetHeuristic",
+                *(self._handle, p.operation, p.a, p.b, p.result, p.result, p.preference),
+                *(_ASKED, found, ctypes.byref(count)),
+            )
+        except LaunchError as error:
+            if not torch.cuda.is_current_stream_capturing():
+                raise
+            raise LaunchError(  # of CUDA 13.3: INTERNAL_ERROR
+                f"cuBLASLt is asked for an algorithm for [{product.rows}, {product.k}] times "
+                f"[{product.k}, {product.columns}] for the first time inside a CUDA graph capture, "
+                f"where it gives none ({error}): run the model once with these sizes before "
+                "capturing it."
+            ) from error
+        usable = [one for one in found[: count.value] if not one.state]
+        if not usable:
+            raise LaunchError(f"cuBLASLt has no algorithm for {product}: status {found[0].state}.")
+        return usable
+
     def run(self, a: Operand, b: Operand, alpha, bias, out) -> None:
-        p, at = self._parts, _address
+        p, at = self._parts, address
         size = self._found.workspace
         workspace = empty((size,), (1,), torch.uint8) if size else None
         with self._lock:
@@ -214,7 +229,8 @@ def _described(found: _Heuristic) -> Algorithm:
     return Algorithm(*values)
 
 
-def _address(x: torch.Tensor | None) -> ctypes.c_void_p:
+def address(x: torch.Tensor | None) -> ctypes.c_void_p:
+    """The address of a tensor as an argument of cuBLASLt; NULL for None."""
     return ctypes.c_void_p(None if x is None else x.data_ptr())
 
 

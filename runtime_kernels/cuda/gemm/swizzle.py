@@ -24,6 +24,7 @@ from q2compile.runtime_kernels.cuda.calls import (
     OperandLayout,
     Output,
 )
+from q2compile.runtime_kernels.cuda.gemm.operands import aligned
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, launch
 from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.numerics.schemes import Scheme, get_scheme
@@ -43,10 +44,11 @@ def prepare(index: int, *schemes: str) -> None:
 
 
 def swizzled(scales: torch.Tensor, rows: int, spec: Scheme) -> torch.Tensor:
-    """Scales of `rows` rows in the 32x4x4 layout, flat, padded with zeros; those of square blocks
-    are repeated for each of their rows. Nothing is done for a scheme that has them so already."""
+    """Scales of `rows` rows in the 32x4x4 layout, flat, padded with zeros, at an aligned address;
+    those of square blocks are repeated for each of their rows. A scheme that has them so already
+    keeps them, unless they are a view that begins anywhere."""
     if spec.swizzled:
-        return scales.flatten()
+        return aligned(scales.flatten())
     return _swizzled(scales, rows, spec.block[0])
 
 

@@ -240,15 +240,21 @@ def read_by_others(attach: Attach) -> Run:
 
 
 def read_in_the_middle(attach: Attach) -> Run:
-    """Code that is not compiled reads a block's weight after the block has run."""
+    """Code that is not compiled reads two blocks' weights after the blocks have run. Another model
+    of the process is then read by another backend."""
     training = Training(*build(root_only=True), attach).steps(3)
-    model = training.model
-    average = torch.compiler.disable(lambda *_: model.layers[0].up.weight.data.clone())
-    model.norm.register_forward_pre_hook(lambda *args: (average(), None)[1])
+    layers = training.model.layers
+    average = torch.compiler.disable(lambda *_: [layer.up.weight.data.clone() for layer in layers])
+    training.model.norm.register_forward_pre_hook(lambda *args: (average(), None)[1])
     try:
         training.steps(1)
     except RuntimeError as error:
         training.run.notes["error"] = str(error)
+    other = Training(*build(root_only=True), attach).steps(3)
+    for layer in other.model.layers:
+        layer.compile(backend="aot_eager")
+    with torch.no_grad():
+        other.run.losses.append(of_tokens(other.model, 0, 0).item())
     return training.done()
 
 

@@ -4,6 +4,7 @@ quantizes whole weights, shard by shard under tensor parallelism."""
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -19,6 +20,7 @@ sys.path.insert(0, str(WORKERS))
 from training import VOCAB, new_model
 
 SCHEME = "nvfp4_46_pow2"
+SCENARIOS = ("fails", "fsdp_plain", "fsdp_packed", "tensor_plain", "stages", "routed")
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +35,27 @@ def ranks(folder: Path) -> dict[str, Ranks]:
 
 def test_all_ranks_came_to_an_end(ranks: dict[str, Ranks]) -> None:
     assert {name: [r.error for r in of] for name, of in ranks.items()} == {
-        name: ["", ""] for name in ("fails", "fsdp_plain", "fsdp_packed", "tensor_plain")
+        name: ["", ""] for name in SCENARIOS
     }
+
+
+def test_each_pipeline_stage_is_written(folder: Path, ranks: dict[str, Ranks]) -> None:
+    model = new_model()
+    for rank, prefix in enumerate(("", "0.")):
+        held = tensors(folder / f"stage{rank}")
+        stem = f"{prefix}up.weight"
+        parts = (held[f"{stem}.{leaf}"] for leaf in ("codes", "scales", "global_scale"))
+        expected = dequantized(model.layers[rank].up.weight, SCHEME)
+        assert torch.equal(e2m1_values(*parts), expected)
+    assert not (folder / "stages").exists()
+
+
+def test_static_scales_of_layers_that_some_ranks_reach(
+    folder: Path, ranks: dict[str, Ranks]
+) -> None:
+    said = json.loads((folder / "routed" / "q2compile_export.json").read_text())["layers"]
+    scales = {name: layer["input_scale"] for name, layer in said.items()}
+    assert scales == {"small.weight": 2.0**-11, "large.weight": 2.0**-9}, "1 and 4, / 6 / 448"
 
 
 @pytest.mark.parametrize("format", ["safetensors", "compressed-tensors"])

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from q2compile import explain
 from q2compile.errors import StageError
 from q2compile.failures.stage_error import FaultWarning
-from q2compile.passes.graph_queries import q2_nodes
+from q2compile.graph.nodes import q2_nodes
 from q2compile.report.graph_text import readable
 from tests.support import forked
 from tests.support.pass_table import replace_pass

@@ -15,9 +15,9 @@ import q2compile.linear.experts  # noqa: F401  registers the ops
 from q2compile import explain
 from q2compile.compiler.post_grad_passes import PostGradPasses
 from q2compile.errors import NotTakenError
-from q2compile.passes.graph_queries import op_counts
+from q2compile.graph.nodes import op_counts
+from q2compile.graph.quantizers import quantizer_of
 from q2compile.report.report import RunReport, collector
-from q2compile.runtime_kernels.ops.table import quantizer_of
 from tests.support import quantizer_calls as calls
 
 E, K, N = 4, 32, 48

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import fx, nn
 
-from q2compile.passes.graph_queries import GEMM_OPS, q2_nodes
+from q2compile.graph.nodes import GEMM_OPS, q2_nodes
+from q2compile.graph.quantizers import quantizers
 from q2compile.passes.post_grad.merge_seeds import merge_seeds_pass
 from q2compile.recipes.published import RECIPES
-from q2compile.runtime_kernels.ops.table import quantizers
 from tests.support.pass_table import replace_pass
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")

@@ -13,7 +13,7 @@ import torch._inductor.lowering as inductor_lowering
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from q2compile.passes.graph_queries import op_counts
+from q2compile.graph.nodes import op_counts
 from q2compile.passes.post_grad.concatenate_last import concatenate_last_pass
 from tests.support import quantizer_calls as calls
 from tests.support.emulation.inductor import serve_as_on, triton_kernels

@@ -11,12 +11,13 @@ import torch
 from expecttest import TestCase
 from torch import fx
 
+from q2compile.graph.quantizers import quantizers
 from q2compile.passes.post_grad.dequantize_operands import dequantize_operands_pass
 from q2compile.passes.verify import check_spec
 from q2compile.report.graph_text import readable
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import not_served
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, get_scheme
-from q2compile.runtime_kernels.ops.table import SPECS, QuantizerCall, quantizers
+from q2compile.runtime_kernels.ops.table import SPECS, QuantizerCall
 from tests.support import quantizer_calls as calls
 from tests.support.graph_builder import EDEN, SOURCE, Builder, q2, run, traced
 from tests.support.serving import serve_by
@@ -28,12 +29,12 @@ def hopper(monkeypatch) -> None:
 
     def serving(op, args):
         if op in ("gemm", "grouped_gemm"):
-            return SimpleNamespace(name="cuda_bf16")
+            return SimpleNamespace(name="cuda_bf16", launching=None)
         if op not in SPECS:
-            return SimpleNamespace(name="cuda")
+            return SimpleNamespace(name="cuda", launching=None)
         call = QuantizerCall.of(op, args)
         served = not_served(call.scheme.name, call.transform.name, masked=call.masked) is None
-        return SimpleNamespace(name="cuda" if served else "reference")
+        return SimpleNamespace(name="cuda" if served else "reference", launching=None)
 
     serve_by(monkeypatch, serving)
 
@@ -165,7 +166,7 @@ def test_other_weights_keep_their_codes(shape, how) -> None:
 @pytest.mark.parametrize("gemm", ["cublaslt_fp4", "reference"])
 def test_other_gemms_read_codes(gemm, monkeypatch) -> None:
     gm, _ = traced()
-    serve_by(monkeypatch, lambda *a: SimpleNamespace(name=gemm))
+    serve_by(monkeypatch, lambda *a: SimpleNamespace(name=gemm, launching=None))
     assert dequantize_operands_pass(gm.graph) == 0
 
 

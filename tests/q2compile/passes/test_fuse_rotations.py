@@ -15,12 +15,12 @@ from torch import nn
 from q2compile.compiler import post_grad_passes
 from q2compile.config import Config
 from q2compile.errors import ConfigError
+from q2compile.graph.node_meta import MAY_FUSE, PAIR, READS_THE_SAME
 from q2compile.lowering.prologue import fusion_rule
 from q2compile.passes.post_grad import fuse_rotations
 from q2compile.passes.post_grad.fuse_rotations import fuse_rotations_pass, fusion_notes
 from q2compile.runtime_kernels.cuda.fused_call_site import FusedCallSite
 from q2compile.runtime_kernels.cuda.quantize import fused
-from q2compile.runtime_kernels.ops.fusing import MAY_FUSE, PAIR, READS_THE_SAME
 from tests.support import quantizer_calls as calls
 from tests.support.emulation.inductor import INDUCTOR_OPTIONS, emulate, serve_as_on
 from tests.support.graph_builder import EDEN, SOURCE, Builder

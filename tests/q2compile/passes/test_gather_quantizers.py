@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from q2compile.passes.graph_queries import is_q2
+from q2compile.graph.nodes import is_q2
 from q2compile.passes.post_grad import gather_quantizers
 from q2compile.passes.post_grad.gather_quantizers import gather_quantizers_pass
 from tests.support.graph_builder import EDEN, SOURCE, q2, traced

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from q2compile.passes.graph_queries import op_counts
+from q2compile.graph.nodes import op_counts
 from q2compile.passes.joint.gather_scattered import gather_scattered_pass
 
 TOKENS, TOP, K, EXPERTS = 24, 3, 16, 5

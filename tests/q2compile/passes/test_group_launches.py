@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import fx
 
+from q2compile.graph import served
+from q2compile.graph.node_meta import ALPHA_FROM, LAUNCH_GROUP
+from q2compile.graph.quantizers import quantizer_of, set_call
 from q2compile.lowering import state
 from q2compile.lowering.state import lowering_state
-from q2compile.passes.post_grad import group_launches
 from q2compile.passes.post_grad.group_launches import group_launches_pass
 from q2compile.report.graph_text import lines_of
 from q2compile.runtime_kernels.cuda.calls import MOST_OPERANDS
-from q2compile.runtime_kernels.ops.launch_groups import ALPHA_FROM, LAUNCH_GROUP
-from q2compile.runtime_kernels.ops.table import quantizer_of, set_call
 from tests.support import quantizer_calls as calls
 from tests.support.emulation.inductor import serve_as_on
 from tests.support.graph_builder import EDEN, SOURCE, Builder, q2, traced
@@ -202,7 +202,7 @@ def test_no_check_is_asked_for_scales_that_split_scales_does_not_make(monkeypatc
         asked.append(op)
         return type("Served", (), {"launching": None, "name": "reference"})
 
-    monkeypatch.setattr(group_launches, "serving", only_split_scales)
+    monkeypatch.setattr(served, "serving", only_split_scales)
     b = Builder()
     x = b.placeholder("arg0_1", 32, 64)
     made = b.call(calls.one(x, b.placeholder("seed", dtype=torch.int64), EDEN, "rht128", False, 0))

@@ -12,13 +12,13 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from q2compile.passes.graph_queries import q2_nodes
+from q2compile.graph.nodes import q2_nodes
+from q2compile.graph.quantizers import quantizers
 from q2compile.passes.post_grad.dequantize_operands import dequantize_operands_pass
 from q2compile.passes.post_grad.pair_directions import pair_directions_pass
 from q2compile.passes.post_grad.share_rotations import share_rotations_pass
 from q2compile.passes.verify import check_spec
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED
-from q2compile.runtime_kernels.ops.table import quantizers
 from tests.support import quantizer_calls as calls
 from tests.support.graph_builder import EDEN, SOURCE, q2
 from tests.support.serving import serve_by
@@ -131,7 +131,7 @@ def test_stacks_that_share_x_rotate_it_once() -> None:
 
 def test_operands_are_dequantized_for_grouped_products(monkeypatch: pytest.MonkeyPatch) -> None:
     def serving(op, args):
-        return SimpleNamespace(name="cuda_bf16" if op == "grouped_gemm" else "cuda")
+        return SimpleNamespace(name="cuda_bf16" if op == "grouped_gemm" else "cuda", launching=None)
 
     serve_by(monkeypatch, serving)
     gm = traced()

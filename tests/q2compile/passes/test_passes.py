@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pass runner, each pass alone, and the spec of the graphs."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from expecttest import TestCase
@@ -9,6 +11,7 @@ from torch import nn
 from q2compile.compiler.cache_key import source_hash
 from q2compile.compiler.post_grad_passes import PostGradPasses
 from q2compile.config import Config
+from q2compile.graph.quantizers import quantizer_of
 from q2compile.passes import passes_over
 from q2compile.passes.post_grad import pair_directions
 from q2compile.passes.post_grad.merge_seeds import merge_seeds_pass
@@ -16,9 +19,9 @@ from q2compile.passes.post_grad.pair_directions import pair_directions_pass
 from q2compile.passes.post_grad.share_operands import share_operands_pass
 from q2compile.passes.verify import GraphSpecError, check_spec
 from q2compile.report.graph_text import readable
-from q2compile.runtime_kernels.ops.table import quantizer_of
 from tests.support import quantizer_calls as calls
 from tests.support.graph_builder import EDEN, Builder, q2
+from tests.support.serving import serve_by
 
 
 def dgrad(b, dy, codes, seed_a, seed_b, rng_offsets=(0, 1), transform_b="rht128"):
@@ -288,7 +291,7 @@ def test_rows_of_another_kind_are_no_pair(changed):
 
 def test_no_pair_where_the_reference_would_serve_it(monkeypatch):
     """On a GPU without our kernels Inductor quantizes the rows."""
-    monkeypatch.setattr(pair_directions, "quantizer_served_by", lambda call: "reference")
+    serve_by(monkeypatch, lambda *call: SimpleNamespace(name="reference"))
     assert pair_directions_pass(columns_rotated().graph) == 0
 
 

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from q2compile.passes.graph_queries import op_counts, q2_nodes
-from q2compile.passes.joint.quantize_rows_once import quantize_rows_once_pass, rows_once_notes
+from q2compile.graph.node_meta import pop_notes
+from q2compile.graph.nodes import op_counts, q2_nodes
+from q2compile.passes.joint.quantize_rows_once import quantize_rows_once_pass
 from q2compile.passes.verify import check_spec
 from q2compile.recipes.recipe import GEMMS
 from q2compile.telemetry.folder import flush
@@ -217,10 +218,10 @@ def test_the_graph() -> None:
     assert gather.next.next.next is gemm, "made when it is read"
     assert gemm.args[2].args[0] is gather.args[0].args[0], "the global scale of all"
     assert op_counts(g)["aten.index.Tensor"] == 0, "nothing of x is left"
-    assert rows_once_notes(g) == [
+    assert pop_notes(g) == [
         "quantize: 32 rows are quantized for the 64 that are gathered from them"
     ]
-    assert quantize_rows_once_pass(g) == 0 and rows_once_notes(g) == []
+    assert quantize_rows_once_pass(g) == 0 and pop_notes(g) == []
 
 
 def test_what_is_left() -> None:
@@ -232,7 +233,7 @@ def test_what_is_left() -> None:
     ):
         before = str(b.graph)
         assert quantize_rows_once_pass(b.graph) == 0 and str(b.graph) == before
-        assert rows_once_notes(b.graph) == note
+        assert pop_notes(b.graph) == note
 
 
 def not_of_rows(h: Tensor, order: Tensor, ids: Tensor) -> Tensor:

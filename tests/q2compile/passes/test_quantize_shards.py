@@ -17,9 +17,9 @@ from torch._inductor.lowering import lowerings
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from q2compile.capture.node_meta import GATHERS
-from q2compile.passes.graph_queries import op_counts
-from q2compile.passes.joint.quantize_shards import quantize_shards_pass, shards_notes
+from q2compile.graph.node_meta import GATHERS, pop_notes
+from q2compile.graph.nodes import op_counts
+from q2compile.passes.joint.quantize_shards import quantize_shards_pass
 from q2compile.passes.verify import GraphSpecError, check_spec
 from tests.support.emulation.inductor import INDUCTOR_OPTIONS, emulate, serve_as_on
 from tests.support.graph_builder import Builder, q2
@@ -227,7 +227,7 @@ def test_stacks_of_experts(dim, transposed, rows, columns, height) -> None:
     shapes = [tuple(n.meta["val"].shape) for n in gemm.args[3:6]]
     assert shapes == [(256, 32), (256 // height, 4), ()]
     check_spec(graph, "forward", "test")
-    assert quantize_shards_pass(graph) == 0 and shards_notes(graph) == []
+    assert quantize_shards_pass(graph) == 0 and pop_notes(graph) == []
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_what_is_left(how, why) -> None:
     before = op_counts(graph)
     assert quantize_shards_pass(graph) == 0 and op_counts(graph) == before
     assert gathers(graph) == [(torch.bfloat16, (how.get("rows", ROWS), COLUMNS))]
-    assert shards_notes(graph) == ([f"quantize_default is left: {why}"] if why else [])
+    assert pop_notes(graph) == ([f"quantize_default is left: {why}"] if why else [])
     assert gathered(graph) == ([{None: f"gathers values: {why}"}] if why else [])
 
 

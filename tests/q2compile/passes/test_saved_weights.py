@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import q2compile
 from q2compile.compiler.partitioner import Partitioner
+from q2compile.graph.quantizers import quantizers
 from q2compile.passes.joint import saved_weights
-from q2compile.runtime_kernels.ops.table import quantizers
 from q2compile.torch_internals.partitioner import PARTITIONER_SLOT, MinCut
 
 WIDTH = 256

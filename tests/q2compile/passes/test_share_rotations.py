@@ -7,6 +7,7 @@ from expecttest import TestCase
 from torch import nn
 
 from q2compile import explain
+from q2compile.graph.quantizers import quantizers
 from q2compile.passes.post_grad.merge_seeds import merge_seeds_pass
 from q2compile.passes.post_grad.pair_directions import pair_directions_pass
 from q2compile.passes.post_grad.share_rotations import (
@@ -15,7 +16,6 @@ from q2compile.passes.post_grad.share_rotations import (
 )
 from q2compile.passes.verify import check_spec
 from q2compile.report.graph_text import readable
-from q2compile.runtime_kernels.ops.table import quantizers
 from tests.support import quantizer_calls as calls
 from tests.support.graph_builder import EDEN, Builder, q2
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from expecttest import TestCase
 
+from q2compile.graph.quantizers import quantizers
 from q2compile.passes.post_grad.sum_columns import sum_columns_pass
 from q2compile.passes.verify import check_spec
 from q2compile.report.graph_text import readable
-from q2compile.runtime_kernels.ops.table import quantizers
 from tests.support import quantizer_calls as calls
 from tests.support.emulation.inductor import serve_as_on
 from tests.support.graph_builder import EDEN, Builder, q2

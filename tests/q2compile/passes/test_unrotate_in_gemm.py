@@ -10,7 +10,7 @@ import pytest
 import torch
 from expecttest import TestCase
 
-from q2compile.passes.graph_queries import op_counts
+from q2compile.graph.nodes import op_counts
 from q2compile.passes.post_grad.unrotate_in_gemm import unrotate_in_gemm_pass
 from q2compile.passes.verify import check_spec
 from q2compile.report.graph_text import readable
@@ -25,7 +25,7 @@ SCHEME = "mxfp4_rtn34"
 def kernels(monkeypatch) -> dict[str, str]:
     """The kernel that each op would have on a Blackwell."""
     served = {"gemm": TRITON_FP4, "gemm_masked_unrotate": TRITON_FP4}
-    by_name = lambda op, args: SimpleNamespace(name=served.get(op, CUDA))  # noqa: E731
+    by_name = lambda op, args: SimpleNamespace(name=served.get(op, CUDA), launching=None)  # noqa: E731
     serve_by(monkeypatch, by_name)
     return served
 

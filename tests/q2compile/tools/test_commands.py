@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from q2compile import explain
+from q2compile import __version__, explain
 from q2compile.cost_model.devices import DEVICES
 from q2compile.recipes.published import RECIPES
 from q2compile.recipes.resolve import resolve
@@ -24,7 +24,6 @@ from q2compile.runtime_kernels.numerics.transforms import TRANSFORMS
 from q2compile.tools import arguments, cli
 from q2compile.tools.bench.measurements import GROUPS
 from q2compile.tools.export.formats import ACTIVATIONS, FORMATS
-from q2compile.version import __version__
 from tests.support import forked
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")

@@ -192,7 +192,7 @@ class Library:
     def __getattr__(self, name):
         kind = name.removeprefix("cublasLt")
         if kind.endswith("Destroy"):
-            return self.made.pop
+            return lambda made: self.made.pop(made.value)
         if kind.endswith("Create"):
             return lambda made, *args: self._create(made, args)
         if kind.endswith("SetAttribute"):
@@ -204,7 +204,7 @@ class Library:
         }[kind]
 
     def _create(self, made, args):
-        made._obj.value = 1 + len(self.made)
+        made._obj.value = 1 + max(self.made, default=0)
         self.made[made._obj.value] = tuple(getattr(a, "value", a) for a in args)
         return 0
 
@@ -243,6 +243,7 @@ def library(monkeypatch):
         handle = ctypes.c_void_p(77), ctypes.c_void_p(88)
         monkeypatch.setattr(cublaslt, "handle", lambda index: handle)
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 99, raising=False)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         return made
 
     yield put

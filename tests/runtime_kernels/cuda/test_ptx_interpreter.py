@@ -17,6 +17,7 @@ from tests.support.emulation.on_cpu import assert_same_bits, matrix, pretend_dev
 from tests.support.ptx.instructions import TABLE
 from tests.support.ptx.machine import Machine, UnknownInstruction
 from tests.support.ptx.memory import Global, MemoryFault
+from tests.support.ptx.order import OrderedLaunch
 from tests.support.ptx.parser import parse
 
 U32 = np.uint32
@@ -307,7 +308,8 @@ def run(body: str, threads: int = 64, window: int | None = None) -> np.ndarray:
     """The array that a thread block writes, one word per thread."""
     out = np.zeros(threads, U32)
     first = out.ctypes.data
-    memory = Global([(first, first + (out.nbytes if window is None else window))])
+    windows = [(first, first + (out.nbytes if window is None else window))]
+    memory = Global(windows, OrderedLaunch("small"))
     kernel = parse(KERNEL.replace("BODY", body))
     Machine(kernel, threads, (1, 1), [(0, 0)], first.to_bytes(8, "little"), 0, memory).run()
     return out

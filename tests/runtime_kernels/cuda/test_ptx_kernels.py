@@ -218,7 +218,7 @@ def test_faults_in_blackwell_s_branch_are_caught(fault, monkeypatch) -> None:
     monkeypatch.setattr(nvrtc, "common_headers", lambda: planted)
     ptx.compiled.cache_clear()
     try:
-        with pytest.raises(AssertionError, match="bytes of .* differ"):
+        with pytest.raises(AssertionError, match=r"bytes of .* differ|griddepcontrol\.wait"):
             agree(calls.plain(matrix(40, 72), None, None, FORWARD))
     finally:
         ptx.compiled.cache_clear()

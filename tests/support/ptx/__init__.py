@@ -4,8 +4,9 @@
 The emulation (tests/support/emulation) compiles the sources for a CPU, with plain C++ in the place
 of their inline PTX. Here the compiled kernel itself runs, each instruction in numpy by the words of
 the PTX ISA manual: the conversions of Blackwell, packed arithmetic, exchanges between lanes,
-asynchronous copies. Memory is checked as well (memory.py). Left to a GPU: whether ptxas and the
-hardware do what the manual says, the order of memory accesses between thread blocks, and speed.
+asynchronous copies. Memory is checked as well (memory.py), and the order of launches that may begin
+early (order.py). Left to a GPU: whether ptxas and the hardware do what the manual says, the order
+of memory accesses between thread blocks, and speed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+import re
 import struct
 
 import pytest
@@ -24,6 +26,7 @@ from q2compile.runtime_kernels.cuda.jit.launch import Launch, params_bytes
 from tests.support import emulation
 from tests.support.ptx.machine import Machine
 from tests.support.ptx.memory import POISON, Global
+from tests.support.ptx.order import UNKNOWN, OrderedLaunch
 from tests.support.ptx.parser import Kernel, parse
 
 _MOST_LANES = 1024  # at a time: registers of more leave the cache
@@ -32,21 +35,21 @@ _MOST_LANES = 1024  # at a time: registers of more leave the cache
 def serve(monkeypatch: pytest.MonkeyPatch, architecture: str) -> None:
     """Calls of our kernels on tensors of the CPU run as PTX of an architecture, like "sm_100a"."""
     windows: list[tuple[int, int]] = []
-    launched = False
+    last = UNKNOWN  # launch in the stream
 
     def address_of(x: torch.Tensor) -> int:
-        """Notes which bytes a tensor has; those of an earlier call are forgotten."""
-        nonlocal launched
-        if launched:
+        """Notes which bytes a tensor has; those of an earlier call are forgotten. Between two calls
+        there may be other kernels in the stream."""
+        nonlocal last
+        if last.known:
             windows.clear()
-            launched = False
+            last = UNKNOWN
         windows.append(extent(x))
         return x.data_ptr()
 
     def run(launch: Launch, architecture: str, grid: tuple[int, int], *values) -> None:
-        nonlocal launched
-        launched = True
-        interpret(launch, architecture, grid, values, windows)
+        nonlocal last
+        last = interpret(launch, architecture, grid, values, windows, last)
 
     emulation.serve(monkeypatch, architecture, run)
     empty = calls.empty
@@ -63,13 +66,25 @@ def serve(monkeypatch: pytest.MonkeyPatch, architecture: str) -> None:
 
 
 def interpret(
-    launch: Launch, architecture: str, grid: tuple[int, int], values, windows: list[tuple[int, int]]
-) -> None:
-    """Runs a launch, as run_kernel does. values: the fields of its parameter struct."""
+    launch: Launch,
+    architecture: str,
+    grid: tuple[int, int],
+    values,
+    windows: list[tuple[int, int]],
+    last: OrderedLaunch,
+) -> OrderedLaunch:
+    """Runs a launch, as run_kernel does, and returns its order for the next one.
+
+    values: the fields of its parameter struct.
+    last: the launch ahead of it in the stream.
+    """
+    overlaps = launch.overlaps and int(re.findall(r"\d+", architecture)[0]) >= 90
+    order = OrderedLaunch(launch.variant.entry, last.before_next() if overlaps else ())
     parameters = ctypes.create_string_buffer(params_bytes(launch.layout))
     struct.pack_into("@" + launch.layout, parameters, 0, *values)
     kernel = compiled(launch.variant, architecture)
-    run_kernel(kernel, launch.threads, grid, parameters.raw, launch.shared, windows)
+    run_kernel(kernel, launch.threads, grid, parameters.raw, launch.shared, windows, order)
+    return order
 
 
 def run_kernel(
@@ -79,6 +94,7 @@ def run_kernel(
     parameters: bytes,
     shared: int,
     windows: list[tuple[int, int]],
+    order: OrderedLaunch,
 ) -> None:
     """Runs all thread blocks of a launch.
 
@@ -86,16 +102,19 @@ def run_kernel(
     parameters: what the kernel is given, in their layout.
     shared: bytes of dynamic shared memory.
     windows: first byte and the one after the last of each tensor that it may touch.
+    order: of the launch; it notes what the launch reads and writes.
 
     Raises:
         UnknownInstruction: its PTX has an instruction that is not known here.
         MemoryFault: an access outside of the tensors, a misaligned one, or a race.
+        OrderFault: an access before griddepcontrol.wait that must come after it, or no wait.
     """
     blocks = list(itertools.product(range(grid[0]), range(grid[1])))
+    memory = Global(windows, order)
     at_once = max(1, _MOST_LANES // threads)
     for first in range(0, len(blocks), at_once):
         part = blocks[first : first + at_once]
-        Machine(kernel, threads, grid, part, parameters, shared, Global(windows)).run()
+        Machine(kernel, threads, grid, part, parameters, shared, memory).run()
 
 
 @functools.cache

@@ -12,6 +12,7 @@ import torch
 
 from tests.support.emulation.inductor import Kernel
 from tests.support.ptx import extent, run_kernel
+from tests.support.ptx.order import OrderedLaunch
 from tests.support.ptx.parser import parse
 
 
@@ -36,6 +37,6 @@ def run(kernel: Kernel, capability: int, folder: Path, tensors: Sequence[torch.T
         struct.pack_into("@i" if name in sizes else "@P", parameters, first, value)
     grid = (-(-sizes["xnumel"] // tile["XBLOCK"]), 1)
     windows = [extent(x) for x in tensors]
-    run_kernel(
-        parsed, 32 * tile["num_warps"], grid, bytes(parameters), built.metadata.shared, windows
-    )
+    threads, shared = 32 * tile["num_warps"], built.metadata.shared
+    order = OrderedLaunch(kernel.name)
+    run_kernel(parsed, threads, grid, bytes(parameters), shared, windows, order)

@@ -21,8 +21,7 @@ from tests.support.ptx.parser import Instruction, Kernel
 
 _SHARED_FIRST = 1024  # of shared addresses, so that 0 is none
 _MOST_STEPS = 2_000_000
-_NOTHING = ("prefetch.global.L2", "griddepcontrol.wait", "griddepcontrol.launch_dependents")
-_NOTHING += ("createpolicy.fractional.b64",)  # of a cache
+_NOTHING = ("prefetch.global.L2", "createpolicy.fractional.b64")  # of caches
 _JUMPS = ("bra", "bra.uni", "ret", "exit")
 _EXIT = 1 << 30
 _INTEGER = re.compile(r"-?(\d+|0x[0-9a-fA-F]+)U?$")  # as ISA 4.5.1 has it
@@ -69,7 +68,7 @@ class Machine:
         self._registers = self._new_registers()
         self._constants: dict[tuple[str, np.dtype], np.ndarray] = {}
         constants = self._place_variables(dynamic)
-        self.shared = Shared(len(blocks), threads, self._shared_end)
+        self.shared, self._order = Shared(len(blocks), threads, self._shared_end), memory.order
         self.spaces = {
             "global": memory,
             "param": Constant(parameters),
@@ -84,14 +83,17 @@ class Machine:
 
         Raises:
             MemoryFault: as memory.py has it.
+            OrderFault: as order.py has it.
             AssertionError: threads wait for others that never come.
         """
         at, steps = np.zeros(self.lanes, np.int32), 0
+        self._order.begin(self.lanes)
         with np.errstate(all="ignore"):
             while (alive := at != _EXIT).any():
                 self._step(at, alive)
                 steps += 1
                 assert steps < _MOST_STEPS, "a loop without an end"
+        self._order.end()
 
     def _step(self, at: np.ndarray, alive: np.ndarray) -> None:
         for number in np.unique(at[alive]):
@@ -264,6 +266,9 @@ class Machine:
             if tuple(parts[2:-1]) in vector:
                 access = self._load if parts[0] == "ld" else self._store
                 return access(parts[1], TYPES[parts[-1]], vector[tuple(parts[2:-1])], operands)
+        if name in ("griddepcontrol.wait", "griddepcontrol.launch_dependents"):
+            say = self._order.wait if parts[1] == "wait" else self._order.launch_dependents
+            return lambda mask: say(self.active(mask))
         if name.startswith("cp.async"):
             return self.copies.decoded(name, operands)
         raise UnknownInstruction(f"no such instruction in this interpreter: {name}")

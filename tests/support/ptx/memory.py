@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memories that a thread block sees, with one address a lane.
 
-Every access is checked for alignment and bounds. Shared memory also records the last access to each
+Every access is checked for alignment and bounds, in global memory also for the order of launches
+(order.py). Shared memory also records the last access to each
 byte: two threads that access it, one of them writing, need a barrier in between.
 """
 
@@ -10,6 +11,8 @@ from __future__ import annotations
 import ctypes
 
 import numpy as np
+
+from tests.support.ptx.order import OrderedLaunch
 
 _FIRST = 4096
 _ALL = (ctypes.c_char * 2**47).from_address(_FIRST)  # this process's memory; nothing is read here
@@ -26,9 +29,14 @@ def _check_alignment(address: np.ndarray, size: int) -> None:
 
 
 class Global:
-    """The tensors of a launch. windows: first byte and the one after the last of each."""
+    """The tensors of a launch.
 
-    def __init__(self, windows: list[tuple[int, int]]) -> None:
+    windows: first byte and the one after the last of each.
+    order: of its accesses and those of other launches.
+    """
+
+    def __init__(self, windows: list[tuple[int, int]], order: OrderedLaunch) -> None:
+        self.order = order
         windows = sorted(w for w in windows if w[1] > w[0])
         self._first = np.array([w[0] for w in windows] or [0], np.int64)
         # Tensors may overlap: the end of all up to each.
@@ -48,10 +56,12 @@ class Global:
 
     def load(self, lanes, address: np.ndarray, dtype: np.dtype, count: int) -> np.ndarray:
         flat, at = self._cells(address, dtype, count)
+        self.order.note(lanes, address, dtype.itemsize * count, writes=False)
         return flat[at]
 
     def store(self, lanes, address: np.ndarray, values: np.ndarray) -> None:
         flat, at = self._cells(address, values.dtype, values.shape[1])
+        self.order.note(lanes, address, values.itemsize * values.shape[1], writes=True)
         flat[at] = values
 
 

@@ -203,6 +203,8 @@ class AsyncCopies:
         raise NotImplementedError(f"no such copy in this interpreter: {name} {operands}")
 
     def _begin(self, lanes: np.ndarray, to: np.ndarray, of: np.ndarray) -> None:
+        # Later, when they arrive, it would be too late to see that they were read too early.
+        self._machine.spaces["global"].order.note(lanes, of[lanes], 16, writes=False)
         poison = np.full((len(lanes), 16), POISON, np.uint8).view(U32)
         self._machine.shared.store(lanes, to[lanes], poison)
         self._pending.append([lanes, to[lanes], of[lanes], np.zeros(len(lanes), bool)])

@@ -154,15 +154,16 @@ def dumped(folder: Path, *options: dict[str, Any]) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["options", "run.json", "dump", "recipe"])
+@pytest.mark.parametrize("kind", ["options", "run.json", "dump", "ranks", "recipe"])
 def test_options_of_training(
     kind: str, checkpoint: Path, tmp_path: Path, fresh_compiler: None
 ) -> None:
     given = tmp_path / "options.json"
     given.write_text(json.dumps({**POLICY, "recipe": "nvfp4"}))
-    if kind in ("run.json", "dump"):
-        given = dumped(tmp_path / "dump", {**POLICY, "recipe": "nvfp4", "mode": None})
-        given = given / "run.json" if kind == "run.json" else given
+    if kind in ("run.json", "dump", "ranks"):
+        of_rank = "dump/rank0" if kind == "ranks" else "dump"
+        given = dumped(tmp_path / of_rank, {**POLICY, "recipe": "nvfp4", "mode": None})
+        given = given / "run.json" if kind == "run.json" else tmp_path / "dump"
     arguments = ["--options", str(given)] if kind != "recipe" else ["--recipe", "nvfp4"]
     out = tmp_path / "out"
     assert cli.main(["export", str(checkpoint), str(out), *arguments]) == 0

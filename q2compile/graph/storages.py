@@ -24,7 +24,7 @@ def storages(node: fx.Node) -> dict[Storage, int]:
     for value in tree_leaves(node.meta.get("val")):
         if isinstance(value, torch.Tensor) and not value.is_sparse:
             memory = value.untyped_storage()
-            found[memory._cdata] = concrete(memory.nbytes())
+            found[memory._cdata] = hint_of(memory.nbytes(), 0)
     return found
 
 
@@ -33,7 +33,8 @@ def bytes_of(nodes: Iterable[fx.Node]) -> int:
     return sum({s: size for node in nodes for s, size in storages(node).items()}.values())
 
 
-def concrete(n: Any) -> int:
-    """A size as a number: a symbol by the hint of the shapes that were traced."""
-    hint = n if isinstance(n, int) else n.node.hint
-    return int(hint or 0)
+def hint_of(size: Any, unknown: Any = None) -> Any:
+    """A size as a number, a symbol by the shapes that were traced; ``unknown`` where data decide.
+    No guard is added."""
+    hint = size if isinstance(size, int) else size.node.hint
+    return unknown if hint is None else int(hint)

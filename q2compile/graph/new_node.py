@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
+
+from q2compile.graph.nodes import values
 
 
 def new_node(like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -17,12 +18,12 @@ def new_node(like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     and in forward or backward."""
     name = getattr(target, "overloadpacket", target).__name__  # as AOTAutograd names them
     node = like.graph.create_node("call_function", target, args, kwargs, name)
-    values, named = map_arg((args, kwargs), lambda n: n.meta["val"])
+    fakes, named = values((args, kwargs))
     dropped = ("val", "tensor_meta")
     node.meta = {k: v for k, v in like.meta.items() if k not in dropped}
     modes = (getattr(value, "fake_mode", None) for value in tree_leaves(like.meta["val"]))
     with next((mode for mode in modes if mode is not None), nullcontext()):
-        node.meta["val"] = target(*values, **named)
+        node.meta["val"] = target(*fakes, **named)
     return node
 
 

@@ -1,32 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys of node.meta that the pass group_launches sets and the lowerings of the graph read; and
-which quantizers are adjacent."""
+"""Which quantizers of a graph are adjacent, so that they can share launches."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
 
-import torch
 from torch import fx
 
-from q2compile.runtime_kernels.ops.table import PARTS, quantizer_of
-
-# A quantizer's key: the number of its launch group in this graph. Quantizers of one group share a
-# tail launch (cuda/quantize/grouped_launch.py).
-LAUNCH_GROUP = "q2_launch_group"
-# A GEMM's key: the group whose tail launch computes alpha, the product of its global scales.
-ALPHA_FROM = "q2_alpha_from"
+from q2compile.graph.quantizers import quantizer_of
+from q2compile.graph.views import CAST, ITEM, PART, VIEWS, kind_of
+from q2compile.runtime_kernels.ops.table import PARTS
 
 _GLOBAL_SCALE = PARTS.index("global scale")
-_aten, _prims = torch.ops.aten, torch.ops.prims
-# Nodes that may be between quantizers of a group. They compute next to nothing, so no operand stays
-# alive for long because its launch is delayed.
-BETWEEN = frozenset(
-    [_aten.reshape.default, _aten.view.default, _aten.permute.default, _aten.t.default]
-    + [_aten._to_copy.default, _prims.convert_element_type.default, _aten.select.int]
-    + [operator.getitem]
-)
 
 
 def adjacent_quantizers(nodes: Iterable[fx.Node]) -> list[list[fx.Node]]:
@@ -61,5 +47,6 @@ def global_scales(node: fx.Node) -> list[tuple[int, fx.Node]]:
 
 
 def is_between(node: fx.Node) -> bool:
-    """Whether a node may stand between quantizers of a run."""
-    return node.op == "call_function" and node.target in BETWEEN
+    """Whether a node may be between quantizers of a run. It computes next to nothing, so no operand
+    stays alive for long because its launch is delayed."""
+    return bool(kind_of(node) & (VIEWS | CAST | PART | ITEM))

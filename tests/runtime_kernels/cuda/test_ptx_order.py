@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launches that may begin before the one ahead of them has ended (programmatic dependent launch),
+in the PTX interpreter (tests/support/ptx/order.py): the rules on small kernels by hand, then real
+launches, as they are and with faults in them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from q2compile.runtime_kernels.cuda.jit import nvrtc
+from q2compile.runtime_kernels.cuda.quantize import plan, split_scales
+from q2compile.runtime_kernels.ops.table import QuantizerCall
+from tests.support import ptx
+from tests.support import quantizer_calls as calls
+from tests.support.emulation.on_cpu import assert_same_bits, matrix, pretend_device
+from tests.support.fault import Fault
+from tests.support.faults_of_launches import OF_LAUNCHES
+from tests.support.ptx import run_kernel
+from tests.support.ptx.order import UNKNOWN, OrderedLaunch, OrderFault
+from tests.support.ptx.parser import parse
+
+q2 = torch.ops.q2
+WAIT, TRIGGER = "griddepcontrol.wait;\n", "griddepcontrol.launch_dependents;\n"
+LOAD, STORE = "ld.global.u32 %r2, [%rd3];\n", "st.global.u32 [%rd3], %r1;\n"
+FIRST_HALF = "setp.lt.u32 %p1, %r1, 32;\n@%p1 griddepcontrol.wait;\n"
+COPY = "mov.u32 %r3, place;\nmad.lo.s32 %r3, %r1, 16, %r3;\nmul.wide.u32 %rd2, %r1, 16;\n"
+COPY += "add.s64 %rd4, %rd1, %rd2;\ncp.async.cg.shared.global [%r3], [%rd4], 16;\n"
+COPY += "cp.async.commit_group;\n"
+ARRIVE = "cp.async.wait_group 0;\n"
+TOO_EARLY = r"second: byte 0x\w+ is {} before griddepcontrol\.wait, and first, .* {} it"
+KERNEL = """
+.version 9.0
+.target sm_90a
+.visible .entry small(
+	.param .align 8 .b8 small_param_0[8]
+)
+{
+	.reg .pred %p<3>;
+	.reg .b32 %r<9>;
+	.reg .b64 %rd<5>;
+	.shared .align 16 .b8 place[1024];
+	ld.param.u64 %rd1, [small_param_0];
+	mov.u32 %r1, %tid.x;
+	mul.wide.u32 %rd2, %r1, 4;
+	add.s64 %rd3, %rd1, %rd2;
+	BODY
+	ret;
+}
+"""
+
+
+class SmallStream:
+    """64 threads a launch, each with a word of `memory`, or of `other` memory."""
+
+    def __init__(self) -> None:
+        self.memory, self.other = np.zeros((2, 256), np.uint32)
+        self.last = UNKNOWN
+
+    def launch(self, name: str, body: str, *, overlaps: bool = True, other: bool = False) -> None:
+        array = self.other if other else self.memory
+        first = array.ctypes.data
+        self.last = OrderedLaunch(name, self.last.before_next() if overlaps else ())
+        kernel, windows = parse(KERNEL.replace("BODY", body)), [(first, first + array.nbytes)]
+        run_kernel(kernel, 64, (1, 1), first.to_bytes(8, "little"), 0, windows, self.last)
+
+
+@pytest.mark.parametrize(
+    "first, second, message",
+    [
+        (TRIGGER + STORE, WAIT + LOAD, None),
+        (TRIGGER + LOAD, LOAD + WAIT, None),
+        (TRIGGER + STORE, LOAD + WAIT, TOO_EARLY.format("read", "writes")),
+        (STORE, LOAD + WAIT, TOO_EARLY.format("read", "writes")),
+        (TRIGGER + STORE, STORE + WAIT, TOO_EARLY.format("written", "writes")),
+        (TRIGGER + LOAD, STORE + WAIT, TOO_EARLY.format("written", "reads")),
+        (TRIGGER + STORE, COPY + WAIT + ARRIVE, TOO_EARLY.format("read", "writes")),
+        (TRIGGER + STORE, WAIT + COPY + ARRIVE, None),
+        (TRIGGER + STORE, "", "second: 64 threads end without griddepcontrol.wait, and first"),
+        (STORE, "", "second: 64 threads end without griddepcontrol.wait, and first"),
+        (STORE, FIRST_HALF, "second: 32 threads end without griddepcontrol.wait"),
+        (STORE, FIRST_HALF + LOAD + WAIT, TOO_EARLY.format("read", "writes")),
+    ],
+)
+def test_two_launches(first, second, message) -> None:
+    """A launch with the attribute behind one without; message None: no fault."""
+    stream = SmallStream()
+    stream.launch("first", first, overlaps=False)
+    if message is None:
+        return stream.launch("second", second)
+    with pytest.raises(OrderFault, match=message):
+        stream.launch("second", second)
+
+
+def test_without_the_attribute_all_earlier_launches_have_ended() -> None:
+    stream = SmallStream()
+    stream.launch("first", TRIGGER + STORE, overlaps=False)
+    stream.launch("second", LOAD + STORE, overlaps=False)
+
+
+def test_other_memory_may_be_read_and_written_early() -> None:
+    stream = SmallStream()
+    stream.launch("first", TRIGGER + STORE, overlaps=False)
+    stream.launch("second", LOAD + STORE + WAIT, other=True)
+
+
+def test_what_is_ahead_of_a_call_may_have_written_anything() -> None:
+    with pytest.raises(OrderFault, match="a kernel ahead of the call, .* may read or write it"):
+        SmallStream().launch("second", LOAD + WAIT)
+    SmallStream().launch("second", WAIT + LOAD)
+
+
+def test_a_launch_behind_one_that_has_not_waited_yet() -> None:
+    """If the second allows the third to begin before it has waited itself, the first may still run
+    beside the third."""
+    for second, is_fault in ((TRIGGER + WAIT, True), (WAIT + TRIGGER, False), (WAIT, False)):
+        stream = SmallStream()
+        stream.launch("first", TRIGGER + STORE, overlaps=False)
+        stream.launch("second", second)
+        if is_fault:
+            with pytest.raises(OrderFault, match="third: .* is read .*, and first, .* writes it"):
+                stream.launch("third", LOAD + WAIT)
+        else:
+            stream.launch("third", LOAD + WAIT)
+
+
+# Launches of the package ----------------------------------------------------------------------
+
+SEEDS = torch.tensor(-1234567890123456789), torch.tensor(42)
+
+
+@pytest.fixture
+def on_blackwell(monkeypatch) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings", exc_type=ImportError)
+    ptx.serve(monkeypatch, "sm_100a")
+    pretend_device(monkeypatch, room=228 * 1024, multiprocessors=1)
+
+
+def exact() -> QuantizerCall:
+    return calls.one(matrix(40, 64), SEEDS[0], "nvfp4_sr", "rht16", False)
+
+
+def exact_with_amax() -> QuantizerCall:
+    x = matrix(40, 72)
+    return calls.plain(x, q2.amax(x), SEEDS[0], "nvfp4_46")
+
+
+def aligned() -> QuantizerCall:
+    return calls.one(matrix(40, 128), SEEDS[0], "nvfp4_ms_eden_pow2", "rht128", False)
+
+
+def finalized() -> QuantizerCall:
+    scheme = "nvfp4_ms_eden_pow2@bf16"
+    return calls.both(matrix(40, 128), *SEEDS, scheme, "rht128", dbias=torch.float32)
+
+
+ALL = (exact, exact_with_amax, aligned, finalized)
+
+
+@pytest.mark.parametrize("call", ALL)
+@pytest.mark.usefixtures("on_blackwell")
+def test_quantizers_as_they_are(call) -> None:
+    assert_same_bits(calls.launched(call()), call()())
+
+
+@pytest.mark.parametrize("call", ALL)
+def test_overlaps_that_no_kernel_expects(call, on_blackwell, monkeypatch) -> None:
+    """All passes of a quantizer may begin early."""
+    rotate = plan.rotate_launch
+    monkeypatch.setattr(
+        plan, "rotate_launch", lambda *a, **k: rotate(*a, **{**k, "overlaps": True})
+    )
+    with pytest.raises(OrderFault, match="rotate_quantize: .* a kernel ahead of the call"):
+        calls.launched(call())
+
+
+@pytest.mark.usefixtures("on_blackwell")
+def test_split_scales() -> None:
+    raw = torch.randn((40, 41), generator=torch.Generator().manual_seed(1)).exp()
+    got = split_scales.split_scales(raw, "nvfp4_46_pow2")
+    assert_same_bits(got, q2.split_scales(raw, "nvfp4_46_pow2"))
+
+
+OF_KERNEL = {
+    "rotate_quantize.cu": exact,
+    "align_scales.cu": aligned,
+    "finalize_dequantized.cu": finalized,
+}
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [f for f in OF_LAUNCHES if Path(f.file).name in OF_KERNEL],
+    ids=lambda fault: fault.name,
+)
+def test_faults_in_kernels_are_caught(
+    fault: Fault, on_blackwell, monkeypatch, tmp_path: Path
+) -> None:
+    file, text = Path(fault.file).name, ptx.text
+    planted = tmp_path / file
+    planted.write_text(fault.planted((nvrtc.SOURCES / file).read_text()))
+
+    def changed(variant: nvrtc.KernelVariant, architecture: str) -> str:
+        if variant.file == file:
+            variant = replace(variant, file=str(planted))
+        return text(variant, architecture)
+
+    monkeypatch.setattr(ptx, "text", changed)
+    ptx.compiled.cache_clear()
+    try:
+        with pytest.raises(OrderFault, match=f"{planted.stem}: .* griddepcontrol.wait"):
+            calls.launched(OF_KERNEL[file]())
+    finally:
+        ptx.compiled.cache_clear()
