@@ -79,7 +79,7 @@ def _leave(quantizer: fx.Node, gather: fx.Node, why: str) -> None:
 
 
 def _note(gather: fx.Node, quantizer: fx.Node, text: str) -> None:
-    """For the report."""
+    """Note a reason for the report."""
     gather.meta[GATHERS] = {**gather.meta.get(GATHERS, {}), seed_index_of(quantizer): text}
 
 

@@ -48,7 +48,7 @@ def _is_concatenation(node: Any) -> bool:
 
 
 def _is_quantized(node: fx.Node) -> bool:
-    """By rotating quantizers, and not read otherwise."""
+    """Whether only rotating quantizers read a node."""
     found = list(readers(node, RESHAPE))
     return bool(found) and all(map(_rotates, found))
 
