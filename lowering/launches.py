@@ -187,7 +187,7 @@ def _enqueue_waiting() -> None:
 
 
 class AlphaProduct(NamedTuple):
-    """alpha, a product of two global scales. own: (member, output) of one; other: the same of the
+    """alpha, a product of two global scales. own: (member, output) of one; other: the same for the
     other, or its tensor; buffer: the result."""
 
     own: tuple[int, int]

@@ -17,7 +17,7 @@ from q2compile.runtime_kernels.registry import bound
 
 
 class OpCall(NamedTuple):
-    """The call that is lowered: args and kwargs as the node has them."""
+    """The call that is lowered, with args and kwargs as the node has them."""
 
     op: str
     args: tuple[Any, ...]
@@ -55,6 +55,6 @@ class Member(NamedTuple):
 
     @property
     def tail(self) -> Tail:
-        """Its last launch, which other calls may share."""
+        """The last launch of the call, which other calls may share."""
         operands = len(QuantizerCall.of(self.op, self.args).operands) if self.op in SPECS else 1
         return Tail(tail_launch(self.op, self.args), operands)

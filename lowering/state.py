@@ -82,6 +82,6 @@ def _groups(graph: fx.Graph) -> dict[fx.Node, LaunchGroup]:
 
 
 def _group_number(node: fx.Node) -> int | None:
-    """None for a call that telemetry records: it is more than launches."""
+    """A call's group; None if telemetry records the call, which is then more than launches."""
     call = quantizer_of(node)
     return None if call is None or call.recorded else node.meta.get(LAUNCH_GROUP)

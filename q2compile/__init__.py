@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""q2compile: trains unmodified PyTorch models with their linear layers in NVFP4.
+"""q2compile, a torch.compile backend for 4-bit training of unmodified PyTorch models.
 
     model = torch.compile(model, backend="quartet2")        # nothing to import
 
@@ -10,9 +10,9 @@ Public names; whatever else can be imported may change in any version.
     compare           which modules a recipe's error comes from, and the policy that follows
     quantize          the quantizers, on any device
     export            a trained model as an inference checkpoint, by the codes of its forward
-    forget_weights    under cache_weights: a weight was changed behind autograd's back
-    get_rng_state, set_rng_state    under the option seed: how far its counters have come
-    gather_codes      FSDP2 gathers weights as 4-bit codes
+    forget_weights    for cache_weights: call it after changing a weight behind autograd's back
+    get_rng_state, set_rng_state    save and restore the counters of the option seed
+    gather_codes      have FSDP2 gather weights as 4-bit codes
     telemetry         step() and flush(), for the option telemetry
     expect            an error if a model trains without a matmul in 4 bits
 
@@ -22,8 +22,8 @@ QuantizedTensor (quantize).
 Exceptions: ConfigError, NotTakenError, StageError, DeviceLostError. Warnings: FaultWarning,
 KernelWarning, UntestedTorchWarning, telemetry.TelemetryWarning.
 
-For type checkers: Options, what a dict of options may hold, and of it RecipeName, RecipeChange,
-PolicyValue, Mode and TelemetryMapping.
+For type checkers: Options, the type of a dict of options, and the types of its values: RecipeName,
+RecipeChange, PolicyValue, Mode and TelemetryMapping.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -102,9 +102,7 @@ __all__ = [*_HOMES, "__version__", "telemetry"]
 if not TYPE_CHECKING:  # a checker would take any name for one that this finds
 
     def __getattr__(name: str) -> Any:
-        """Load on first use: the public names stand on torch._dynamo, which takes a second to
-        import.
-        """
+        """Load on first use: the public names need torch._dynamo, a second of imports."""
         from importlib import import_module
 
         if name == "telemetry":

@@ -72,8 +72,8 @@ _DEPTH = 20
 class _Frozen(Mapping[str, Any]):
     """A mapping that can't be changed.
 
-    Equal are mappings of the same items, of the same types, in the same order, at every depth: the
-    last match of a policy wins, and Inductor runs some settings in the order they stand in.
+    Two are equal if they have the same items, of the same types, in the same order, at every depth:
+    the last match of a policy wins, and Inductor runs some settings in the given order.
     """
 
     def __init__(self, items: Mapping[str, Any] | None = None, option: str = "options") -> None:
@@ -133,7 +133,7 @@ class Config:
     strict          raise when a pattern matches nothing, or a wanted matmul was not taken or seen;
                     when no graph at all reaches the backend only `explain` can tell
     mode            a mode of Inductor: "default", "reduce-overhead", "max-autotune", ...
-    inductor        settings of Inductor's config for these graphs alone
+    inductor        settings of Inductor's config for only these graphs
     inner           "inductor", or "eager" to run the rewritten graphs without Inductor
     disable_passes  names of graph passes to leave out, to find which one is at fault
     disable_kernels  names of kernels that must not run, such as "cublaslt_fp4" or "quantize.cuda":
@@ -156,11 +156,11 @@ class Config:
                     their operand from memory
     on_error        when a stage of q2compile raises: "raise" StageError, which names the graph, the
                     stage and a file that reproduces it; or "bf16": warn, and compile that graph
-                    with Inductor alone
-    seed            key of a counter of q2compile's own, on each device, from which the random bits
-                    of the backward are drawn: torch's default generator is then left alone, and
-                    dropout and noise are those of a bf16 run. An int, signed or unsigned of 64
-                    bits; None draws from the default generator (see `q2compile.get_rng_state`)
+                    with plain Inductor
+    seed            an int of 64 bits, signed or unsigned: the random bits of the backward come from
+                    a counter of q2compile's own with this key, on each device, so dropout and noise
+                    are those of a bf16 run. None draws from torch's default generator, as they do
+                    (see `q2compile.get_rng_state`)
     telemetry       records errors of each quantized operand every so many steps: a mapping with
                     the keys every, modules, to, csv, tensorboard (see `telemetry.options`); None
                     records nothing
@@ -244,7 +244,7 @@ class Config:
             check_inductor_option(key, value)
         if self.inner == "eager" and self.fuse_rotations is True:
             raise ConfigError(
-                "fuse_rotations=True has Inductor's lowerings fuse, inner='eager' runs without "
+                "fuse_rotations=True needs Inductor's lowerings, but inner='eager' runs without "
                 "Inductor; choose one"
             )
         if self.inner == "eager" and (self.mode or self.inductor):
@@ -342,7 +342,7 @@ def changed_options(config: Config) -> dict[str, Any]:
 
 
 def disable_named_kernels(config: Config) -> None:
-    """Has the kernels that the option and the environment name serve no call from now on."""
+    """Disable the kernels that the option and the environment name, from now on."""
     disable(config.disable_kernels, f"option {OPTION}")
     if named := named_in_environment():
         _check_kernel_names(f"kernel in {VARIABLE}", named)
@@ -364,7 +364,7 @@ def uses_cuda_graphs(config: Config) -> bool:
 
 
 def raise_on_unsaved(config: Config) -> None:
-    """Raises ConfigError for options that add to what is compiled what can't be saved."""
+    """Raise ConfigError for options that add something to the code that can't be saved."""
     unsaved = {
         "inner='eager'": config.inner == "eager",
         "cache_weights=True": config.cache_weights,
@@ -463,7 +463,7 @@ def _read_config_file() -> Mapping[str, Any]:
 
 
 def read_options_file(path_text: str, where: str) -> Mapping[str, Any]:
-    """The mapping in a TOML or JSON file. An error begins with ``where``."""
+    """Read the mapping in a TOML or JSON file. An error begins with ``where``."""
     path = Path(path_text)
     with naming(where):
         try:
@@ -494,5 +494,5 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise ConfigError(f"the key {shown(twice)} is there twice")
+        raise ConfigError(f"the key {shown(twice)} occurs twice; keep one")
     return found

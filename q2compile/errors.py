@@ -27,8 +27,8 @@ class BackendError(ShortenTraceback):
         return self.message
 
     def remove_dynamo_frames(self) -> BackendError:
-        """Dynamo raises what this returns: the error without the thirty frames of Dynamo and ours
-        that are between the call of the compiled code and the place where it was raised."""
+        """Return the error for Dynamo to raise, without the thirty frames of Dynamo and ours
+        between the call of the compiled code and the place where it was raised."""
         return self.with_traceback(None)
 
 
@@ -86,8 +86,8 @@ def one_of(what: str, got: object, allowed: Collection[str], listed_by: str = ""
 
 
 def _meant(word: str, allowed: Collection[str]) -> str:
-    """The allowed name that ``word`` stands for: by another name, with a slip of the pen, or as a
-    part of it. "" if nobody can have meant any."""
+    """The allowed name that the user probably meant: ``word`` is another name for it, a
+    misspelling, or a part of it. "" if no name is likely."""
     plain = {_plain(name): name for name in allowed}
     word = _plain(word)
     if _SYNONYMS.get(word) in allowed:
@@ -115,7 +115,7 @@ def shown(got: object) -> str:
 
 @contextmanager
 def naming(where: str) -> Iterator[None]:
-    """A ConfigError that is raised inside begins with ``where`` it was found."""
+    """A context: a ConfigError raised inside it begins with ``where`` it was found."""
     try:
         yield
     except ConfigError as error:

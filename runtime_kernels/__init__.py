@@ -5,7 +5,7 @@ nor lowering. Importing this package registers the ops and their kernels.
 registry.py   ops, the kernels behind them, and how one is chosen
 numerics/     formats, layouts, rotations and rounding rules, in torch alone: the semantics of all
               kernels
-ops/          an op a file: schema, fake and reference
+ops/          one op per file: schema, fake and reference
 cpu/          kernels in C++ for CPUs
 cuda/         CUDA kernels and GEMMs behind some of the ops
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where compiled kernels, passed self-checks and measured choices are stored between processes."""
+"""Where compiled kernels and results of self-checks are stored between processes."""
 
 import functools
 import hashlib
@@ -50,8 +50,8 @@ def why_unwritable(folder: Path) -> str | None:
     except OSError as error:
         why = f"{folder} can't be written ({error.strerror or error})"
     LOG.warning(
-        "q2compile: %s; compiled kernels and results of self-checks are kept in the folder for "
-        "temporary files, and recreated if that is emptied: Q2COMPILE_CACHE_DIR names another",
+        "q2compile: %s; compiled kernels and results of self-checks go to the temporary folder and "
+        "are recreated after it is emptied. Q2COMPILE_CACHE_DIR can name another folder",
         why,
     )
     return why
@@ -59,9 +59,9 @@ def why_unwritable(folder: Path) -> str | None:
 
 @functools.cache
 def _temporary(parent: Path) -> Path:
-    """Anyone may create a folder there, and the cache holds code that is loaded: a folder of
-    another user, one that others may write, or a link is left for a new one, which later processes
-    do not find."""
+    """The cache in the temporary folder. Anyone may create a folder there, and the cache holds code
+    that is loaded: a folder of another user, one that others may write, or a link is left for a new
+    one, which later processes do not find."""
     folder = parent / f"q2compile-{os.getuid()}"
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)

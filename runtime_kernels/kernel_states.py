@@ -61,7 +61,7 @@ def lines_of(error: BaseException) -> list[str]:
 
 
 def state_of(reason: str) -> str:
-    """One of the three."""
+    """The state of a kernel with this reason: one of the three above."""
     return getattr(reason, "state", UNSUPPORTED)
 
 
@@ -94,7 +94,7 @@ class KnownResults:
         self.warned: dict[tuple[str, str, torch.device], str] = {}
 
     def forget(self) -> None:
-        """As in a new process."""
+        """Forget what is known about kernels, as in a new process."""
         for memory in vars(self).values():
             memory.clear()
 

@@ -52,7 +52,7 @@ FUSED = "fused"  # CUDA quantizers that compute their operand (prologue fusion),
 GROUPED = "grouped_launch"  # one launch for several calls, in generated code
 CUDA_BF16, TRITON_FP4, CUBLASLT_FP4 = "cuda_bf16", "triton_fp4", "cublaslt_fp4"
 SCALED_MM = "scaled_mm"  # torch's FP8 GEMM
-# The rough cost of another kernel in the place of one.
+# The rough cost of another kernel in place of one.
 _COSTS = {
     CUDA: "a torch reference takes 10 to 30 times as long",
     CPP: "a torch reference takes several times as long",
@@ -107,7 +107,7 @@ class Kernel:
         return self.unavailable(args)
 
     def unavailable(self, args: Sequence) -> str | None:
-        """The same for arguments on a device of the kernel's type."""
+        """None if this kernel runs with arguments on its device type; otherwise why not."""
         failed = KNOWN.calls if assumed_capability() is None else {}
         failure = failed.get(_kind(self, args)) if failed else None
         return failure or why_disabled(self.op, self.name) or self.unsupported(*args)
@@ -340,7 +340,7 @@ def left_out() -> list[str]:
 
 
 def forget_references() -> None:
-    """As in a new process: no reference has served a GPU."""
+    """Forget that references have served a GPU, as in a new process."""
     _REFERENCES.clear()
 
 

@@ -174,6 +174,20 @@ def test_no_comment_begins_with_of_or_what() -> None:
     assert [f"{word.file}:{word.line}" for word in lines if begins.match(word.text)] == []
 
 
+def test_no_docstring_leans_on_the_line_above() -> None:
+    """It names what it describes, so that it can be read by itself."""
+    words = "The same of|Those|That|As in a|Its|Their|By|For|Not|Without|On|To|From|At|With|Under"
+    begins = re.compile(rf'^ *"{{3}}(?:{words})\b', re.MULTILINE)
+    packages = ("q2compile/", "lowering/", "runtime_kernels/")
+    leaning = [
+        f"{file}:{text(file).count(chr(10), 0, match.start()) + 1}: {match[0].strip()}"
+        for file in files(".py")
+        if file.startswith(packages)
+        for match in begins.finditer(text(file))
+    ]
+    assert leaning == []
+
+
 def test_every_exception_is_needed() -> None:
     """An allowed place without the word is removed from its list."""
     unneeded = []

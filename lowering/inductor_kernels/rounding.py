@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From blocks and their scales to codes: what the formats share.
+"""Rounding of blocks by their scales to codes, as far as the formats share it.
 
 A block's scale is held as a small int32, whose meaning is the format's.
 """
@@ -91,7 +91,7 @@ class Rounding:
 
 
 class _Compared(Rounding):
-    """To nearest, by the one of several scales with the smallest error."""
+    """Rounds to nearest, by the one of several scales with the smallest error."""
 
     scales: ComparedScales
 
@@ -113,7 +113,7 @@ class _Compared(Rounding):
 
 
 class FourOverSix(_Compared):
-    """To nearest, by the one of two scales with the smaller error: `nvfp4._four_over_six`."""
+    """Rounds to nearest, by that of two scales with the smaller error: `nvfp4._four_over_six`."""
 
     def __init__(self, blocks: ReducedBlocks, scheme: Scheme, scales: ComparedScales) -> None:
         super().__init__(blocks, scheme, scales)
@@ -143,7 +143,7 @@ class FourOverSix(_Compared):
 
 
 class ScaleSearch(_Compared):
-    """To nearest, by the scale with the smallest error among `scheme.steps`:
+    """Rounds to nearest, by the scale with the smallest error among `scheme.steps`:
     `nvfp4._scale_search`."""
 
     def __init__(self, blocks: ReducedBlocks, scheme: Scheme, scales: ComparedScales) -> None:
@@ -163,7 +163,7 @@ class ScaleSearch(_Compared):
         return self.scales.stepped(first(place), step)
 
     def _rounded(self, x: Value, reciprocal: Value) -> tuple[Value, Value]:
-        """A step down can put |x| over 7."""
+        """As in the base, but clamped: a step down can put |x| over 7."""
         scaled = self._scaled(x, reciprocal)
         return scaled, fp32.round_e2m1(ops.minimum(scaled, number(E2M1_MAX)))
 

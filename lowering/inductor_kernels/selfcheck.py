@@ -65,7 +65,7 @@ def _is_plain(arg: object) -> bool:
 
 
 def needs_check(device: torch.device) -> bool:
-    """Not on a CPU: tests check Inductor's code for it."""
+    """Whether a device needs the check. A CPU does not: tests check Inductor's code for it."""
     return device.type == "cuda"
 
 

@@ -32,7 +32,7 @@ def _why_not_tensorwise(device: torch.device, call: QuantizerCall) -> str | None
     """Why Inductor makes no kernel of a call whose scheme has one scale for the tensor; None if it
     does."""
     if call.args["amax"] is None or call.rotated or call.grouped or call.scheme.dequantized:
-        return f"the Inductor kernel of {call.scheme.name} takes an amax, and no {call.label}"
+        return f"the Inductor kernel of {call.scheme.name} needs an amax, unlike {call.label}"
     if call.recorded or call.dbias is not None:
         return f"Inductor kernels return no statistics and no dbias, unlike {call.label}"
     return why_no_fp8(capability_of(device))

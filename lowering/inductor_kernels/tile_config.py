@@ -3,7 +3,7 @@
 
 A persistent reduction of 16 gets four configurations from Inductor, which it compiles and times at
 the first call. On an H200 the best for every producer tried was 128 blocks for 2 warps: 32 elements
-a thread, in loads of 16 bytes, so that values that depend on the position alone are computed once
+per thread, in loads of 16 bytes, so that values that depend on the position alone are computed once
 for four blocks. 64 blocks for 2 warps took 4% longer, 128 for 8 warps 29% (8192x4096, 4/6, torch
 2.11).
 

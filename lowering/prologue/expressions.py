@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From an expression of Inductor's to a prologue expression for our kernel: data from which
+"""Turns an expression of Inductor's into a prologue expression for our kernel: data from which
 rotate_quantize.cu's source is written (runtime_kernels/cuda/quantize/prologue_expression.py).
 
 `inner_fn` computes the element at row r and column c. It is run once with symbols, under a handler

@@ -63,7 +63,7 @@ class QuantizerNode(NamedTuple):
 
     @property
     def note(self) -> str:
-        """With the names in aten of the operations that were fused."""
+        """A line for the record of the pass, with the names in aten of the fused operations."""
         data = pointwise(self.call.x)
         ops = {str(o.meta.get("original_aten", o.target)) for o in getattr(data, "origins", ())}
         names = {op.removeprefix("aten.").partition(".")[0] for op in ops}
@@ -126,7 +126,7 @@ def _fused(calls: Sequence[QuantizerNode]) -> list[tuple[Any, ...]]:
             raise CannotFuse("the operand is in memory already")
         readers = other_readers(node)
         if readers:
-            raise CannotFuse(f"{', '.join(readers)} read the operand, too")
+            raise CannotFuse(f"{', '.join(readers)} also read the operand")
     in_memory = [_with_inputs_in_memory(call) for _, call in calls]
     found = prologue_of(*(call.x for call in in_memory))
     _raise_unless_it_pays(found.expression, in_memory[0], calls[0].node.meta[READS_THE_SAME])

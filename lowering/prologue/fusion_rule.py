@@ -77,7 +77,7 @@ def why_not(
         return None
     often = ", twice for an exact global scale," if ScaleRule.of(spec) == ScaleRule.EXACT else ""
     return (
-        f"{bytes_read(expression):.1f} bytes and {instructions(expression):.0f} instructions an "
+        f"{bytes_read(expression):.1f} bytes and {instructions(expression):.0f} instructions per "
         f"element{often} are expected to take {ratio:.2f} of the time without fusing, more than "
         f"{MARGIN}"
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shorter steps with the same result than those that Inductor's ops ask for one by one
+"""Shorter steps with the same result as those that Inductor's ops ask for one by one
 (expressions.py)."""
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _by_rules(steps: Sequence[Step], step: Step, rules: Sequence[tuple[Any, Any]
 
 
 def _filled(tree: Any, found: dict[str, int]) -> Any:
-    """A tree with steps in the place of its capitals."""
+    """A tree with steps in place of its capitals."""
     if isinstance(tree, str):
         return found[tree]
     return tree if tree[0] == "constant" else (tree[0], *(_filled(t, found) for t in tree[1:]))

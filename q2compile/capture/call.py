@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A matmul call with its arguments by name, and the graph that it stands in."""
+"""A matmul call with its arguments by name, and the graph that it is in."""
 
 from __future__ import annotations
 
@@ -79,16 +79,16 @@ class Call:
         return self.left(why, parameter) if why else matmul
 
     def no_parameter(self, *operands: Any) -> tuple[str, nn.Parameter | None]:
-        """Why a product is left of which no operand is a parameter, and the parameter that one of
-        them is computed from, the first if possible."""
+        """Why a product is left that has no parameter among its operands, and the parameter that
+        one of them (the first, if possible) is computed from."""
         for parameter in map(self.scope.computed_from, operands):
             if parameter is not None:
                 return COMPUTED, parameter
         return "activation × activation", None
 
     def weight(self, *, computed: bool = True) -> nn.Parameter | None:
-        """The first parameter of two or more dimensions among the arguments; ``computed``: or else
-        the first that an argument is computed from."""
+        """The first parameter of two or more dimensions among the arguments; with ``computed``, if
+        there is none, the first parameter that an argument is computed from."""
         nodes = [
             a for a in tree_leaves((self.node.args, self.node.kwargs)) if isinstance(a, fx.Node)
         ]
@@ -117,7 +117,7 @@ def _one_expert(matmul: Matmul) -> Matmul:
 
 
 def _unusable(matmul: Matmul) -> str:
-    """Why its activation and weight can't be operands here; "" if they can."""
+    """Why the call's activation and weight can't be operands here; "" if they can."""
     x, w = example(matmul.x), example(matmul.w)
     if w.ndim != 2 and not isinstance(w, DTensor):  # a view may make one dimension of several
         w = matmul.operands()[1]
@@ -142,7 +142,7 @@ def _unusable_jagged(matmul: Matmul) -> str:
     x = example(matmul.x)
     ragged = ragged_dimension(x)
     if ragged is None:
-        return "the activation is a nested tensor whose values are not its rows one after the other"
+        return "the activation is a nested tensor whose rows are not contiguous"
     plain = matmul.op == "linear" and not matmul.x_views and not matmul.y_views
     if not plain or ragged == x.ndim - 1:
         return "the activation is a nested tensor, in a form other than F.linear(x, w) and x @ w"

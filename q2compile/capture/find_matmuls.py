@@ -52,8 +52,8 @@ def _walk(scope: Scope) -> Iterator[Matmul | NotTaken]:
 
 
 def _read(scope: Scope, node: fx.Node) -> Matmul | NotTaken | None:
-    """The matmul of ``node``; None if it is none. A matmul that raises while it is read is left in
-    BF16, with the error as the reason."""
+    """The matmul that ``node`` computes; None if it computes none. A matmul that raises while it is
+    read is left in BF16, with the error as the reason."""
     if FAILURE in node.meta:
         return unread(scope.gm, node, node.meta[FAILURE], _weight(scope, node))
     try:
@@ -68,7 +68,7 @@ def _read(scope: Scope, node: fx.Node) -> Matmul | NotTaken | None:
 def unread(
     gm: fx.GraphModule, node: fx.Node, error: Exception, parameter: nn.Parameter | None
 ) -> NotTaken:
-    """A node that q2compile failed on: a fault of ours, so it is left as the user wrote it."""
+    """Record a node that q2compile failed on, by a fault of ours: it is left as it was written."""
     why = f"{UNREAD}: {type(error).__name__}: {error}"
     name = getattr(node.target, "__name__", None) or str(node.target)
     return NotTaken(gm, node, name, why, parameter, unread=True)

@@ -66,7 +66,7 @@ def running() -> list[Running]:
 
 
 def _frames() -> Iterator[FrameType]:
-    """Without our own: they would hold the list that holds them, and so the variables of all."""
+    """The stack without our own frames: they would hold the list, and so the variables of all."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if _package(frame) != "q2compile":
@@ -84,7 +84,7 @@ def _first_argument(code: CodeType) -> Callable[[Mapping[str, Any]], Any]:
 
 
 def _is_called(frame: FrameType) -> bool:
-    """Whether ``Module.__call__`` runs this method, which says whose it is."""
+    """Whether ``Module.__call__`` runs this method, so that its frame holds the module."""
     caller = frame.f_back
     return caller is not None and caller.f_code is nn.Module._call_impl.__code__
 

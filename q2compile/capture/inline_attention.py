@@ -44,7 +44,7 @@ def inline_attention(gm: fx.GraphModule) -> int:
 
 
 def _inlined(gm: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether it could be; what was raised is noted at the node, whose weights are then left."""
+    """Inline one call if possible; an error is noted at the node, whose weights are then left."""
     last = node.prev
     try:
         _inline(gm, node)
@@ -117,7 +117,7 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
 
 
 def _can_be_inlined(node: fx.Node) -> bool:
-    """Not for nested tensors (a padded batch, packed), whose shape the encoder layer needs."""
+    """Whether a call can be inlined: not with nested tensors, since the layer needs their shape."""
     inputs = (n.meta["example_value"] for n in node.all_input_nodes)
     return node.target in _FUNCTIONS and not any(
         isinstance(x, Tensor) and x.is_nested for x in inputs

@@ -61,7 +61,7 @@ class Names:
               graph without parameters; None for a compiled function
     by_id     id(parameter) -> every name it has (more than one when tied)
     held      the parameters that the graph holds
-    prefix    where the compiled frame's own module stands in root ("" for the whole model, None
+    prefix    where the compiled frame's own module is in root ("" for the whole model, None
               when the frame's parameters show no common place)
     label     the prefix of names of root's parameters: "teacher", where a function runs more than
               one model (see `callers`), else ""
@@ -156,7 +156,7 @@ class Names:
 
     @property
     def place(self) -> str:
-        """Where the compiled frame's own module stands, by the name that its sites begin with."""
+        """Where the compiled frame's own module is, as the name that its sites begin with."""
         return under(self.label, plain_name(self.prefix or ""))
 
     @property
@@ -182,7 +182,7 @@ class Names:
 
     def linear(self, node: fx.Node) -> str:
         """The site of the nn.Linear whose code made the node; "" for any other node. It names a
-        matmul whose weight is no parameter: what another library has put in a parameter's place.
+        matmul whose weight is not a parameter: another library has replaced the parameter.
         """
         stack = list((node.meta.get("nn_module_stack") or {}).values())
         return self.scope(node) if stack and _is_class_of_linear(stack[-1][1]) else ""
@@ -233,7 +233,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _is_class_of_linear(cls: Any) -> bool:
-    """``cls``: a class, or its name, as it is in graphs that were loaded."""
+    """Whether it is nn.Linear, a subclass, or Hugging Face's Conv1D, told by its name."""
     return isinstance(cls, type) and (issubclass(cls, nn.Linear) or cls.__name__ == "Conv1D")
 
 
@@ -243,7 +243,7 @@ def site_names(root: nn.Module, label: str = "") -> list[str]:
 
 
 def _label(root: nn.Module, models: Mapping[str, nn.Module]) -> str:
-    """The function's name for ``root``, a model of its or a part of one; "" for an only model."""
+    """The function's name for ``root``, a model of its or a part of one; "" if it has one model."""
     if len(models) > 1:
         for label, model in models.items():
             for name, module in named_modules(model):
@@ -283,8 +283,8 @@ def _strip_root(path: str) -> str:
 
 
 def _common_prefix(sources: dict[int, str], by_id: dict[int, list[str]], label: str) -> str | None:
-    """Where the frame's module stands in the model that is called ``label``: what is before the
-    frame's path in the absolute names."""
+    """Where the frame's module is in the model called ``label``: the prefix of the absolute names
+    before the frame's path."""
     prefixes: set[str] | None = None
     for key, path in sources.items():
         here = {

@@ -19,7 +19,7 @@ from q2compile.torch_internals.dynamo import original_module
 
 
 def is_module(value: object) -> TypeGuard[nn.Module]:
-    """By its type: ``isinstance`` would ask the object for its ``__class__``."""
+    """Whether its type is a module's: ``isinstance`` would ask the object for its ``__class__``."""
     return issubclass(type(value), nn.Module)
 
 
@@ -97,5 +97,5 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def under(name: str, part: str) -> str:
-    """``part`` in what is called ``name``; either may be ""."""
+    """The name of ``part`` inside what is called ``name``; either may be ""."""
     return f"{name}.{part}" if name and part else name or part

@@ -25,7 +25,7 @@ _CHOICES = (torch.topk, "topk", _aten.topk)
 
 
 def _experts(found: Matmul | NotTaken) -> int:
-    """The rows of the weight of y = x wᵀ; of a matmul that is left the weight's smaller size."""
+    """How many experts it may choose from: the weight's rows, or its smaller size if it is left."""
     if isinstance(found, Matmul):
         _, w, _ = found.operands()
         return int(w.shape[-2])

@@ -34,7 +34,7 @@ def same_graph(
     models: Mapping[str, nn.Module],
 ) -> list[str]:
     """Names of the parameters that the graph for ``parameter`` will also be run with: those of the
-    same path in modules equal to the compiled frame's own, which stands at ``prefix`` of ``root``.
+    same path in modules equal to the compiled frame's own, which is at ``prefix`` in ``root``.
 
     by_id, label: of `module_names.Names`; models: those to look into, by label
     """

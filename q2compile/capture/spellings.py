@@ -27,7 +27,7 @@ def _linear(call: Call) -> Matmul | NotTaken:
     x, w, bias = call.args["input"], call.args["weight"], call.args.get("bias")
     parameter = call.scope.parameter(w)
     if parameter is None and w.op == "placeholder":
-        return call.left("the weight is an input of the graph, and no nn.Parameter")
+        return call.left("the weight is an input of the graph but not an nn.Parameter")
     if parameter is None:
         return call.left(COMPUTED, call.scope.computed_from(w))
     bias, y_views = _bias_or_added(call, bias, example(w).shape[:-1])
@@ -37,7 +37,7 @@ def _linear(call: Call) -> Matmul | NotTaken:
 def _bias_or_added(
     call: Call, summand: fx.Node | None, rows: Sequence[Any]
 ) -> tuple[fx.Node | None, tuple[View, ...]]:
-    """A summand as the bias, [N], of a weight with these rows; or else as views of the result."""
+    """A summand as the bias [N] of a weight with these rows, or else as views of the result."""
     if summand is not None and tuple(example(summand).shape) == tuple(rows):
         return summand, ()
     return None, _added(call, summand)
@@ -63,7 +63,7 @@ def _matmul(call: Call) -> Matmul | NotTaken:
     if summand is not None and (call.args.get("beta", 1), call.args.get("alpha", 1)) != (1, 1):
         return call.left("addmm with beta or alpha other than 1", call.weight())
     if call.args.get("out_dtype") is not None:
-        return call.left("a product with an out_dtype of its own", call.weight())
+        return call.left("a matmul with an out_dtype", call.weight())
     left, right = call.scope.parameter(a), call.scope.parameter(b)
     if left is not None and right is not None:
         return call.left("parameter × parameter: no activation to quantize", right)
@@ -134,7 +134,7 @@ _TABLE: list[tuple[str, tuple[Any, ...], tuple[str, ...], _Handler]] = [
         + (aten.mv, aten.addmv, aten.addbmm, torch.chain_matmul, torch.linalg.multi_dot)
         + (torch._addmm_activation, aten._addmm_activation),
         (),
-        _never("a product in an unsupported form; F.linear, @ and matmul are taken"),
+        _never("a matmul in an unsupported form; use F.linear, @ or matmul"),
     ),
     (
         "grouped_mm",
@@ -228,4 +228,4 @@ def _foreign_call(scope: Scope, node: fx.Node) -> tuple[Call, _Handler] | None:
     )
     if not takes_activation or call.weight(computed=False) is None:
         return None
-    return call, _never(f"{name} is a custom op, whose use of its weight is not known")
+    return call, _never(f"{name} is a custom op, and how it uses its weight is not known")

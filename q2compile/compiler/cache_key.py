@@ -12,7 +12,7 @@ from typing import Any
 
 @cache
 def source_hash() -> str:
-    """`hash_of` the installed package, whose files are read once a process."""
+    """`hash_of` the installed package, whose files are read once per process."""
     packages = ("q2compile", "q2compile.lowering", "q2compile.runtime_kernels")
     return hash_of(files(package) for package in packages)
 

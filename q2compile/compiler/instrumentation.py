@@ -10,7 +10,7 @@ from torch import fx
 
 
 class Instrumentation(Protocol):
-    """Both variants compute the same; ``recording`` tells them apart."""
+    """Two variants of a graph that compute the same; ``recording`` tells them apart."""
 
     @property
     def records(self) -> bool:

@@ -17,8 +17,8 @@ from q2compile.torch_internals.partitioner import CustomPartitionerFn, is_checkp
 
 
 class Partitioner(CustomPartitionerFn):
-    """Cuts as another partitioner does, then saves the codes of weights if `choose_saved` says so,
-    else the scales of those that can be rounded by them.
+    """Cuts a graph as another partitioner does, then saves the codes of weights if `choose_saved`
+    says so, else the scales of those that can be rounded by them.
 
     The first cut recomputes all codes, as `recompute_weights_pass` has marked them. A graph with
     activation checkpoints has no such marks; the checkpoints decide.
@@ -82,7 +82,7 @@ class Partitioner(CustomPartitionerFn):
         return None if base is None else (source_hash(), base, self.parameters, self.by_scales)
 
     def __reduce__(self) -> Any:
-        """torch's caches pickle all settings of Inductor, this one too."""
+        """Support pickling: torch's caches pickle all settings of Inductor, including this one."""
         if self.uuid() is None:
             raise TypeError("a partitioner without a uuid: what it cuts is not cached")
         return tuple, (self.uuid(),)

@@ -40,7 +40,7 @@ class PassRunner(CustomGraphPass):
         raise NotImplementedError
 
     def run_passes(self, graph: fx.Graph, label: str) -> None:
-        """Run what is wanted over a graph, in place. label: of the graph in records."""
+        """Run the wanted passes over a graph, in place. label: the graph's name in records."""
         wanted = self.wanted(graph)
         before = op_counts(graph)
         for row in passes.passes_over(self.kind):

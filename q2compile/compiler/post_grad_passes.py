@@ -139,7 +139,7 @@ def _module(graph: fx.Graph) -> fx.GraphModule:
 
 def _load_kernels(graph: fx.Graph) -> None:
     """Compiles and loads what the graph's ops will launch, now rather than at their first call,
-    which may stand in a CUDA graph capture."""
+    which may be inside a CUDA graph capture."""
     for node in q2_nodes(graph):
         name = name_of(node.target)
         if name in ops():

@@ -12,7 +12,7 @@ from q2compile.passes.record import PassRecord
 
 
 class Watcher(Protocol):
-    """kind: "forward" or "backward". Graphs are shown, not given: they go on to change."""
+    """An observer. kind: "forward" or "backward". Graphs must not be kept, since they change."""
 
     def graph(self, stage: str, gm: fx.GraphModule) -> None:
         """A graph at a stage, by the name that its dump has."""
@@ -24,7 +24,7 @@ class Watcher(Protocol):
     def before_passes(self, gm: fx.GraphModule, kind: str) -> None: ...
 
     def after_passes(self, gm: fx.GraphModule, kind: str, records: list[PassRecord]) -> None:
-        """records: of all passes so far over the graphs of one Dynamo graph."""
+        """records: those of all passes so far over the graphs of one Dynamo graph."""
 
     def output_code(self, gm: fx.GraphModule, source: str) -> None:
         """The code that Inductor generated for a graph."""

@@ -233,7 +233,7 @@ def _described(device: Device) -> str:
 
 
 ASSUMPTIONS = (
-    "predicted, not measured: peaks by data sheet, and the share that large published GEMMs reach: "
+    "predicted, not measured, from data-sheet peaks and the share that published GEMMs reach: "
     + "; ".join(map(_described, DEVICES))
     + f"; a quantizer reaches {MEMORY_SHARE:.0%} of the bandwidth or {ISSUE_SHARE:.0%} of the "
     f"issue slots ({ISSUE_SHARE_OF_RANDOM_BITS:.0%} with stochastic rounding); "

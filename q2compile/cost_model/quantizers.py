@@ -88,13 +88,13 @@ class Quantizer:
 
     @property
     def bits(self) -> Fraction:
-        """Bits per element that all launches but one for the amax read and write."""
+        """Bits per element read and written by all launches except the amax pre-pass."""
         made = self.directions * written_bits(self.scheme) + self.dbias * _PARTIAL_SUM_BITS
         return self.read_bits + made
 
     @property
     def amax_bits(self) -> Fraction:
-        """Bits per element that a launch ahead of the others reads, for an exact global scale."""
+        """Bits per element that the amax pre-pass reads, for an exact global scale."""
         return self.read_bits * self.spec.takes_amax
 
     @property

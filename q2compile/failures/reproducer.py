@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A failure as a Python file that builds the graph again and runs the stage that failed on it.
 
-One line a node: its name, what it calls, its arguments, and dtype, shape and strides of its value.
-The file needs q2compile and torch, neither the model nor its data; what it calls is in
+One line per node: its name, what it calls, its arguments, and dtype, shape and strides of its
+value. The file needs q2compile and torch, neither the model nor its data; what it calls is in
 `tools.replay`.
 """
 
@@ -81,12 +81,12 @@ def write(
 
 
 def _in_docstring(text: str) -> str:
-    """On one line, and unable to end the docstring that it is put into."""
+    """A text on one line, which cannot end the docstring that it is put into."""
     return " ".join(text.split())[:2000].replace("\\", "/").replace('"', "'")
 
 
 def _options(config: Config) -> str:
-    """The options that differ from the defaults, as a literal; not those about the failure."""
+    """The changed options as a literal, without those that say how to handle a failure."""
     default = Config()
     options = {
         f.name: _plain(getattr(config, f.name))
@@ -145,7 +145,8 @@ class _GraphWriter:
         return f", parameter={self.by_id.get(id(parameter), [node.name])[0]!r}"
 
     def attribute(self, node: fx.Node, gm: fx.GraphModule, function: str) -> str:
-        """A graph inside this one becomes a function of its own, a constant its description."""
+        """An attribute's text: a graph inside this one becomes a function, a constant a
+        description."""
         value: Any = gm
         for part in str(node.target).split("."):
             value = getattr(value, part)
@@ -188,7 +189,7 @@ class _GraphWriter:
 
 
 def _variable(node: fx.Node) -> str:
-    """Its name, unless the file needs that for something else."""
+    """A node's name as a variable, changed if the file needs that name for something else."""
     taken = ("g", "tensor", "torch", "operator", "device", "inf", "nan")
     return f"{node.name}_node" if node.name in taken else node.name
 

@@ -20,7 +20,7 @@ COMPILE = "compilation of the rewritten graph"
 
 
 class FaultWarning(RuntimeWarning):
-    """A stage of q2compile raised, and the graph is compiled by Inductor alone."""
+    """A stage of q2compile raised, so the graph is compiled in bf16 by plain Inductor."""
 
 
 class Faults:
@@ -37,14 +37,14 @@ class Faults:
         self.config, self.graph, self.folder, self.by_id = config, graph, folder, by_id
 
     def of_pass(self, stage: str, kind: str, graph: fx.GraphModule, error: Exception) -> StageError:
-        """For `PostGradPasses`: ``graph`` is the forward or backward graph as it came."""
-        hint = f" disable_passes=[{stage[5:]}] leaves it out." if stage.startswith("pass ") else ""
+        """The error of `PostGradPasses`; ``graph`` is the forward or backward graph as it came."""
+        hint = f" disable_passes=[{stage[5:]}] turns it off." if stage.startswith("pass ") else ""
         where = f"the {kind} graph of {self.graph}"
         call = f"passes({kind!r}, CONFIG)"
         return self._error(stage, where, graph, error, call, f"{stage} {kind}", hint)
 
     def of_stage(self, stage: str, original: fx.GraphModule, error: Exception) -> StageError:
-        """For everything else: ``original`` is Dynamo's graph as it came."""
+        """The error of any other stage; ``original`` is Dynamo's graph as it came."""
         call = "rewrite(CONFIG)" if stage == REWRITE else "compile(CONFIG)"
         hint = ""
         if stage == COMPILE and self.config.inner != "eager":
@@ -94,18 +94,18 @@ class Faults:
         except Exception as second:  # it must not hide the first error
             how = f"No reproducer could be written ({type(second).__name__}: {second})."
         if self.config.on_error == "raise":
-            hint += " on_error='bf16' compiles such a graph with Inductor alone and goes on."
+            hint += " on_error='bf16' compiles such a graph in bf16 instead of raising."
         message = f"{what}.\n{error_text}\n{how}{hint}"
         return StageError(message, stage, where, None if path is None else str(path))
 
 
 def warn(fault: StageError) -> None:
     """Say that a graph will not be quantized."""
-    warnings.warn(f"q2compile: {fault}\nIt runs in bf16 now.", FaultWarning, stacklevel=2)
+    warnings.warn(f"q2compile: {fault}\nThis graph runs in bf16.", FaultWarning, stacklevel=2)
 
 
 def _innermost(error: BaseException) -> str:
-    """Where it was raised; Dynamo drops the cause of an error, and with it the traceback."""
+    """Where an error was raised. Dynamo drops its cause, and with it the traceback."""
     while error.__cause__ is not None:  # fx raises anew what it met while running a graph
         error = error.__cause__
     frames = traceback.extract_tb(error.__traceback__)
@@ -113,5 +113,5 @@ def _innermost(error: BaseException) -> str:
 
 
 def _file_name(text: str) -> str:
-    """Letters, digits and underscores alone, so that it names one file in a folder."""
+    """The text in letters, digits and underscores, so that it names one file in a folder."""
     return re.sub(r"[^a-z0-9]+", "_", text.removeprefix("pass ").lower()).strip("_")

@@ -40,7 +40,7 @@ def set_call(node: fx.Node, call: QuantizerCall) -> None:
 
 
 def is_forward_operand(call: QuantizerCall | None) -> bool:
-    """Whether it makes x or w as fprop multiplies them: of a matrix, rowwise, deterministic."""
+    """Whether a call makes x or w for fprop: from a matrix, rowwise, deterministic."""
     if call is None or call.source_scheme is not None:
         return False
     return not (call.columnwise or call.draws)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of views and casts: ops whose result is their first argument, seen or stored otherwise.
+"""The table of views and casts: ops whose result is a view or a cast of their first argument.
 
 It serves Dynamo's graphs, whose nodes call methods and functions of torch, and AOTAutograd's, whose
 nodes call overloads of aten and prims. No other file lists such ops. A caller names the kinds that
@@ -115,7 +115,7 @@ def argument(node: fx.Node, place: int, *names: str) -> Any:
 
 
 def viewed(node: fx.Node) -> Any:
-    """The tensor that a view, a cast or a look-up is of, by place or by torch's name for it."""
+    """The tensor that a view, a cast or a look-up reads, by place or by torch's name for it."""
     return argument(node, 0, "input", "self", "tensor")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Autocast as torch's own linear meets it, and a region without; meta, say, knows no autocast."""
+"""Autocast as in torch's own linear, and a region without it; the device meta has no autocast."""
 
 from __future__ import annotations
 

@@ -32,8 +32,8 @@ _PARTS = ("codes", "scales", "global_scale")
 
 
 class SavedCodes(NamedTuple):
-    """Codes that fprop made of x or w, along K: of what scheme, and how many rows (columns of x or
-    w, and where fprop rotated them whole chunks of those) they are to have the other way round."""
+    """Codes that fprop made of x or w along K, their scheme, and how many rows their columnwise
+    operand has: columns of x or w, in whole chunks where fprop rotated them."""
 
     codes: Codes
     scheme: str
@@ -41,7 +41,7 @@ class SavedCodes(NamedTuple):
 
 
 def seed_of(operand: Operand, seed: Tensor | None) -> Tensor | None:
-    """The seed, where quantizing the operand draws random bits or signs."""
+    """The seed if quantizing the operand draws random bits or signs, else None."""
     return seed if operand.draws else None
 
 
@@ -146,8 +146,8 @@ class OneWeight:
 
 
 class InGroups(OneWeight):
-    """The same, but wgrad keeps groups of rows apart, each in whole chunks of 128. Chunks of few
-    rows are filled so that MS-EDEN is unbiased there, too (`runtime_kernels.numerics.groups`).
+    """As `OneWeight`, but wgrad keeps groups of rows apart, each in whole chunks of 128. Chunks of
+    few rows are filled so that MS-EDEN is unbiased there, too (`runtime_kernels.numerics.groups`).
 
     offs: int32 [E], the ends of the groups; padded_offs: q2::padded_ends of them.
     """

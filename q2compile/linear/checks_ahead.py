@@ -3,9 +3,9 @@
 GPU self-checks, on a CPU the library of kernels.
 
 A check compiles what it launches, half a second each, and the first step would wait for one after
-the other. Known is which come, from the recipes, before AOTAutograd traces the graph: threads
-compile meanwhile, and a child process runs them. One that is not foreseen begins when it is asked
-for.
+the other. The recipes say which checks will come before AOTAutograd traces the graph, so threads
+compile meanwhile, and a child process runs them. A check that was not foreseen begins when it is
+asked for.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def checked_calls(
     recipe: Recipe, codes: bool
 ) -> Iterator[tuple[str | QuantizerVariant | CheckKey, str]]:
     """The quantizers of a recipe as they will be called, with schemes, and further ops that will
-    run. codes: whether GEMMs read codes, with swizzled scales; else dequantized operands. Those of
-    fp8 are Inductor's kernels, which are checked as they are lowered."""
+    run. codes: whether GEMMs read codes, with swizzled scales; else dequantized operands. The
+    quantizers of fp8 are Inductor's kernels, which are checked as they are lowered."""
     for of, scheme in _calls(recipe, codes):
         if not get_scheme(scheme).is_tensorwise:
             yield of, scheme
@@ -209,7 +209,7 @@ def _of_gradients(recipe: Recipe) -> Iterator[tuple[QuantizerVariant, Operand]]:
 
 def _named(operand: Operand, codes: bool, saved: bool = False) -> str:
     """The scheme as passes name it for what reads the operand (`swizzle_scales`,
-    `dequantize_operands`). saved: for another graph as well, as codes."""
+    `dequantize_operands`). saved: another graph reads it too, as codes."""
     scheme = get_scheme(operand.scheme)
     if scheme.is_tensorwise:
         return scheme.name

@@ -145,8 +145,8 @@ def linear(
 
 
 def _placed(t: Tensor, placements: tuple[Placement, ...]) -> DTensor:
-    """``t`` with ``placements``. Nothing where it has them: a redistribute that changes nothing is
-    an all-reduce in backward when the gradient is Partial."""
+    """``t`` redistributed to ``placements``, unless it has them: a redistribute that changes
+    nothing is an all-reduce in the backward when the gradient is Partial."""
     assert isinstance(t, DTensor), "ShardingPlan.of rejects anything else"
     return t if t.placements == placements else t.redistribute(placements=placements)
 
@@ -164,8 +164,8 @@ def raise_on_async_inputs(inputs: Iterable[Any]) -> None:
                 f"an input of the compiled code, {list(t.shape)}, is an AsyncCollectiveTensor, a "
                 "collective that has not been waited for, and torch "
                 f"{torch.__version__} loses its gradient there. Code that is not compiled made it, "
-                "often a sequence-parallel embedding: compile that together with this, or give "
-                "this x.clone(), which waits: "
+                "often a sequence-parallel embedding: compile both together, or pass x.clone(), "
+                "which waits: "
                 "embedding.register_forward_hook(lambda module, args, y: y.clone())"
             )
 

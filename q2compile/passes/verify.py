@@ -42,7 +42,7 @@ class _OperandOrigin:
 def check_spec(graph: fx.Graph, kind: str, when: str, random_forward: bool = False) -> None:
     """Raise GraphSpecError if ``graph``, a "forward" or "backward" graph, breaks the rules:
 
-    1. seeds, and ops that take one, stand in backward graphs alone: a seed that the partitioner put
+    1. seeds, and ops that take one, are only in backward graphs: a seed that the partitioner put
        into the forward is drawn a second time in the backward (``random_forward``: a recipe draws
        one in the forward on purpose, and saves it);
     2. the operands of gemm and grouped_gemm come each whole from one op (codes, scales, global
@@ -56,7 +56,7 @@ def check_spec(graph: fx.Graph, kind: str, when: str, random_forward: bool = Fal
         args = named_arguments(node)
         seeds = [v for name, v in args.items() if name.endswith("seed") and v is not None]
         if kind == "forward" and (seeds or is_q2(node, SEED)) and not random_forward:
-            raise GraphSpecError(f"{when}: {node.format_node()} draws in a forward graph")
+            raise GraphSpecError(f"{when}: {node.format_node()} draws a seed in a forward graph")
     for gemm in q2_nodes(graph, *GEMM_OPS):
         _check_gemm(gemm, kind, when)
 
@@ -134,6 +134,6 @@ def _shard(part: fx.Node) -> fx.Node:
 
 
 def _is_empty(codes: fx.Node) -> bool:
-    """Compared only for sizes that are ints: comparing a symbol would add a guard."""
+    """Whether it is empty; only int sizes are compared, since comparing a symbol adds a guard."""
     sizes = getattr(codes.meta.get("val"), "shape", ())
     return any(isinstance(size, int) and size == 0 for size in sizes)

@@ -52,8 +52,8 @@ class Policy:
 
     @classmethod
     def build(cls, recipe: Any, policy: Mapping[str, Any], global_scale: str) -> Policy:
-        """From the options ``recipe``, ``policy`` and ``global_scale``; ValueError says what is
-        wrong.
+        """The policy of the options ``recipe``, ``policy``, ``global_scale``; ValueError says what
+        is wrong.
 
         A rule that names only some GEMMs changes those of the default recipe.
         """

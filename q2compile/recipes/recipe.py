@@ -59,7 +59,7 @@ class Operand:
 
     @property
     def requantized(self) -> bool:
-        """Made of fprop's codes, so rounded twice."""
+        """Whether it is made of fprop's codes, and so rounded twice."""
         return self.source == "requantize"
 
     @property
@@ -85,7 +85,7 @@ class Gemm:
         return f"{self.a} @ {self.b}"
 
     def without_codes(self) -> Gemm:
-        """The same of high-precision operands, where there are no codes to requantize."""
+        """This GEMM with high-precision operands, for when there are no codes to requantize."""
         fresh = (replace(o, source="fresh") if o.requantized else o for o in (self.a, self.b))
         return Gemm(*fresh)
 

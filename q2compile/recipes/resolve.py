@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the value of an option to a recipe that can be computed."""
+"""Turn the value of an option into a recipe that can be computed."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def _check(recipe: Recipe, name: str, gemm: Gemm) -> None:
     spread = [spreads(SCHEMES[o.scheme], TRANSFORMS[o.transform]) for o in (gemm.a, gemm.b)]
     if name == "wgrad" and spread[0] != spread[1]:
         raise ConfigError(
-            f"{where}: MS-EDEN on one operand alone after {gemm.a.transform}: it rotates few "
+            f"{where}: MS-EDEN on only one operand after {gemm.a.transform}: it rotates few "
             "tokens differently (numerics/groups.py); use it for dy and x, or a shorter rotation"
         )
     formats = [SCHEMES[o.scheme].format for o in (gemm.a, gemm.b)]

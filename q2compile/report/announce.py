@@ -45,7 +45,7 @@ _FORMATS = {"fp8": "FP8", "nvfp4": "NVFP4", "mxfp4": "MXFP4"}
 
 
 class _Stderr(logging.Handler):
-    """For programs that have not configured logging."""
+    """A handler for programs that have not configured logging."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.getLogger().handlers:  # those show it, in their own form
@@ -146,7 +146,7 @@ def slower(rows: Sequence[Row]) -> list[str]:
 
 def _of_weights(rows: Sequence[Row]) -> list[Row]:
     """The matmuls with a parameter; in a graph that has none the linears, whose weights may be
-    what another library has put in the place of parameters."""
+    what another library has put in place of parameters."""
     return [row for row in rows if row.has_parameter] or [r for r in rows if r.spelling == "linear"]
 
 
@@ -177,7 +177,7 @@ def failed(title: str, rows: Sequence[Row], names: Exception | None) -> None:
             LOG.warning("q2compile: %s: %s stays in bf16: it %s", title, row.module, row.why)
     if names is not None:
         what = f"{type(names).__name__}: {names}"
-        text = "q2compile: %s: names are relative to the compiled frame; the model's failed: %s"
+        text = "q2compile: %s: names are relative to the compiled frame; the model's raised %s"
         LOG.warning(text, title, what)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dumps: every stage of every graph as text, one folder a graph.
+"""Dumps: every stage of every graph as text, one folder per graph.
 
 graphs/
     report.json, report.txt
@@ -88,7 +88,7 @@ class DumpFolder:
 
     @classmethod
     def forget_all(cls) -> None:
-        """As in a new process: the next graph starts its folder anew."""
+        """Forget all folders, as in a new process: the next graph starts its folder anew."""
         cls._open.clear()
 
     def new_graph(self) -> tuple[Path, GraphRecord]:
@@ -137,7 +137,7 @@ def _remove_old(path: Path) -> None:
 
 
 def _locked(marker: Path) -> TextIO | None:
-    """The open file, which says what the folder is; None if another process has it."""
+    """Open and lock the file, which says what the folder is; None if another process has it."""
     with _os_errors_as_config_errors(marker):
         file = locked(_linkless(marker))
         if file is not None and file.tell() == 0:
@@ -160,26 +160,26 @@ def _os_errors_as_config_errors(path: Path) -> Iterator[None]:
 
 
 def _linkless(path: Path) -> Path:
-    """``path``. Raises for a link: it could lead out of the named folder."""
+    """Return ``path``. Raises for a link: it could lead out of the named folder."""
     if path.is_symlink():
         raise _cannot(path, "it is a symbolic link")
     return path
 
 
 def _make(folder: Path) -> None:
-    """A folder, there or made now."""
+    """Return the folder, and create it if needed."""
     with _os_errors_as_config_errors(folder):
         _linkless(folder).mkdir(parents=True, exist_ok=True)
 
 
 def _write(path: Path, text: str) -> None:
-    """Names in a model may be no Unicode: such a character is written as its escape."""
+    """Write a text. Characters that are not valid Unicode, as in a model's names, are escaped."""
     with _os_errors_as_config_errors(path):
         _linkless(path).write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def _replace(path: Path, text: str) -> None:
-    """The same at one stroke: who reads meanwhile, or after an interrupt, finds a whole file."""
+    """Write atomically (rename): readers never see a partial file."""
     new = path.with_name(f".{path.name}")
     _linkless(path)
     _write(new, text)

@@ -28,9 +28,8 @@ _saved: Any = WeakIdKeyDictionary()  # models with a matmul in code that was com
 
 
 def expect(model: nn.Module) -> None:
-    """Make sure that ``model`` trains in 4 bits: if no compiled code with a matmul of it in 4 bits
-    has run by the time its first gradient is complete, the backward raises. No optimizer has
-    stepped then.
+    """Make sure that ``model`` trains in 4 bits: the first backward raises if none of its matmuls
+    has run in 4 bits when its first gradient is complete. No optimizer has stepped by then.
 
     For trainers that compile the model themselves, or are given a compiled one: a wrong flag, a
     call that goes around the compiled module, or a policy that matches everything leaves a training
@@ -71,7 +70,7 @@ def expect(model: nn.Module) -> None:
 def compiled(
     run: Callable[..., Any], rows: Sequence[Row], names: Names, *, was_taken: bool
 ) -> Callable[..., Any]:
-    """``run``, the compiled code of a graph, as what notices for which models it runs.
+    """``run``, the compiled code of a graph, wrapped so that it notes for which models it runs.
 
     Raises NotTakenError for a model that FSDP1 has wrapped since it was expected.
     """
@@ -98,8 +97,8 @@ def compiled(
 
 
 def _ran(weights: Sequence[Tensor]) -> None:
-    """Compiled code that multiplies these weights in 4 bits runs with gradients. Dynamo may have
-    compiled it for another model."""
+    """Called when compiled code that multiplies these weights in 4 bits runs with gradients. Dynamo
+    may have compiled it for another model."""
     weight_ids = {id(w) for w in weights}
     for model, expected in list(_expected.items()):
         if any(id(p) in weight_ids for _, p in named_parameters(model)):
@@ -120,7 +119,7 @@ class _Expected:
             hook.remove()
 
     def _raise(self, _: Tensor) -> None:
-        """A gradient is complete: whatever was to be compiled has been."""
+        """Called when a gradient is complete: whatever was to be compiled has been."""
         model = self._model()
         if model is None:
             return

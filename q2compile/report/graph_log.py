@@ -67,7 +67,7 @@ class GraphLog:
         self.watcher = self if self._reports or heard else None
 
     def graph(self, stage: str, gm: fx.GraphModule) -> None:
-        """A graph at a stage, to be dumped under that name."""
+        """Dump a graph at a stage under that name."""
         for record in self._records:
             record.write_graph(stage, gm)
         trace_artifact(f"q2compile_{stage}", lambda: readable(gm))

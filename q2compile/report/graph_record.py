@@ -65,7 +65,7 @@ class _Origins:
     stages: dict[str, dict[str, tuple[int, str]]] = field(default_factory=dict)
 
     def add(self, stage: str, gm: fx.GraphModule) -> None:
-        """Graphs that ``gm`` calls, too; where two have a node of one name, ``gm`` counts."""
+        """Add nodes of ``gm`` and the graphs it calls; of two with one name, ``gm``'s counts."""
         nodes = self.stages.setdefault(stage, {})
         for graph in called_graphs(gm):
             for node in graph.graph.nodes:

@@ -14,7 +14,7 @@ from q2compile.torch_internals.private_names import dtype_abbrs
 
 
 def readable(gm: fx.GraphModule, known: Mapping[fx.GraphModule, list[str]] | None = None) -> str:
-    """A graph as text: a line a node with dtype and shape, module names as comments where they
+    """A graph as text: one line per node with dtype and shape, module names as comments where they
     change, inner graphs (checkpoint bodies) after it; ``known``: lines of some of these."""
     lines = lines_of(gm.graph)
     for name, inner in gm.named_modules():

@@ -63,7 +63,7 @@ def _key(row: Data, model: int) -> tuple[Any, ...]:
 
 
 def _weight(row: Data) -> tuple[bool, bool, float, float]:
-    """By which a layer's graph is chosen."""
+    """The key of a row by which the graph of a layer is chosen."""
     times = row["predicted"].get(DEVICES[0].column, {})
     known = all(isinstance(n, int) for n in row["shape"])
     work = prod(row["shape"]) if known else 0

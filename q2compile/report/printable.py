@@ -11,7 +11,7 @@ _SPELLINGS = {"×": "x", "ᵀ": "^T", "⁻": "^-", "¹": "1", "·": "*", "…": 
 
 
 def printable(text: str) -> str:
-    """``text``, where stdout can show it; else what it can't show, spelt."""
+    """``text``, in which characters that stdout can't show are spelled out."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     return text.encode(encoding, SPELLED).decode(encoding)
 

@@ -125,7 +125,7 @@ collector: ContextVar[RunReport | None] = ContextVar("q2compile_report", default
 
 
 def _predictions(rows: list[dict[str, Any]]) -> list[str]:
-    """The predicted time of all that is taken, and what it stands on; [] without a prediction."""
+    """The predicted time of all that is taken, and its assumptions; [] without a prediction."""
     predicted = [row for row in rows if row["predicted"]]
     taken = [row["predicted"] for row in predicted if row["taken"]]
     notes = [ASSUMPTIONS] if predicted else []
@@ -141,8 +141,8 @@ def _predictions(rows: list[dict[str, Any]]) -> list[str]:
         columns = " and ".join(device.column for device in devices)
         notes.insert(
             0,
-            "predicted time over BF16's, for the GEMMs taken and their quantizers, not for a "
-            f"step: {', '.join(of_bf16)}; for each matmul in the columns {columns}",
+            "predicted time of the GEMMs taken and their quantizers (not of a step), divided by "
+            f"BF16's: {', '.join(of_bf16)}; for each matmul in the columns {columns}",
         )
     return notes
 

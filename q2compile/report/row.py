@@ -14,7 +14,7 @@ COLUMNS = ("module", "shape", "taken", "recipe", "fprop", "dgrad", "wgrad", "sav
 
 @dataclass
 class Row:
-    """One matmul.
+    """One matmul of a report.
 
     module        absolute module name, or <node> for a matmul without a parameter
     shape         (T, N, K) of y[T, N] = x[T, K] wᵀ, or the output's shape where there is no weight;

@@ -56,7 +56,7 @@ def _given(config: Config) -> dict[str, Any]:
 
 @cache
 def _versions() -> dict[str, str]:
-    """cuda: that torch was built for. Without what is not there."""
+    """Versions of what is installed. cuda: the version that torch was built for."""
     try:
         triton = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
@@ -82,7 +82,7 @@ def _commit() -> str | None:
 
 
 def _device() -> str:
-    """The GPU that is in use; a program that uses none is not made to begin."""
+    """The GPU that is in use. A program that uses none does not initialize CUDA for this."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return torch.cuda.get_device_name()
     return f"CPU ({platform.machine()})"

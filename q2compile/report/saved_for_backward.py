@@ -20,8 +20,8 @@ from q2compile.runtime_kernels.ops.table import TRANSPOSE
 
 
 def count_saved(graph: fx.Graph, rows: list[Row]) -> None:
-    """Set ``saved_bytes`` and ``saved_elements`` of the rows whose nodes stand in ``graph``, from
-    its outputs: a forward graph, or one that it calls.
+    """Set ``saved_bytes`` and ``saved_elements`` of the rows whose nodes are in ``graph``, from its
+    outputs: a forward graph, or one that it calls.
 
     Counted are the outputs of quantizing ops (codes, scales, global scale, masks). A tensor that
     matmuls share counts for the one whose ops made it, the first."""

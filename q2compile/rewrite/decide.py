@@ -50,7 +50,7 @@ def why_bf16(row: Row, config: Config, *, router: bool) -> str:
     if not default.quantizes or not router:
         return "recipe: bf16"
     pattern = re.sub(r"\.\d+(?=\.|$)", ".*", row.module)
-    return f"router: taken where the policy names it, {{{pattern!r}: {default.name!r}}}"
+    return f"router: left in BF16 unless the policy names it, {{{pattern!r}: {default.name!r}}}"
 
 
 def why_cut(found: Matmul, recipe: Recipe) -> str:
@@ -59,7 +59,7 @@ def why_cut(found: Matmul, recipe: Recipe) -> str:
     if found.op == "linear" or rows % height == 0:
         return ""
     return (
-        f"experts of {rows} rows: a block of {recipe.name} has {height}, and would span two experts"
+        f"experts of {rows} rows: a block of {recipe.name} has {height} and would span two experts"
     )
 
 

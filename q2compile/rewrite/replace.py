@@ -68,7 +68,7 @@ def _built(found: Matmul, recipe: Recipe, seed_index: int) -> fx.Node:
 
 
 def _erase_unused_views(graph: fx.Graph, node: Any) -> None:
-    """The transpose that was undone, the look-up of weights, the view that was viewed back."""
+    """Erase views without readers: an undone transpose, a look-up of weights, a view of a view."""
     while not node.users and (is_view_or_cast(node) or is_look_up(node)):
         unused, node = node, viewed(node)
         graph.erase_node(unused)

@@ -44,8 +44,8 @@ def own_bodies(gm: fx.GraphModule) -> list[BodyCall]:
     """Give every call in ``gm``, at any depth, bodies that no other call has; return the calls,
     those inside of a body before the call of the body.
 
-    What AOTAutograd makes of a body of invoke_subgraph it keeps by the call's second argument, for
-    as long as Dynamo compiles this frame, so a body that changes needs another one.
+    AOTAutograd caches a traced body of invoke_subgraph under the call's second argument, for as
+    long as Dynamo compiles this frame, so a changed body needs a new one.
     """
     calls: list[BodyCall] = []
     _own_bodies(gm, set(), calls)
@@ -92,7 +92,7 @@ def _own_body(
 
 def share_bodies(calls: Iterable[BodyCall]) -> dict[int, int]:
     """Undo `own_bodies` for bodies of invoke_subgraph that differ in nothing but seed indices;
-    return {a seed index that is no more: the one in its place}.
+    return {a removed seed index: the one that replaces it}.
 
     The seed index keeps the draws of two equal layers with one gradient apart within a graph. Each
     call of a shared body draws for itself.

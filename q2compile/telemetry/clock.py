@@ -41,7 +41,7 @@ class Clock:
         return self.counted if _Said.number is None else _Said.number
 
     def have_stepped(self) -> bool:
-        """Whether an optimizer has, since the last call."""
+        """Whether an optimizer has stepped since the last call."""
         counts = {steps: steps.count for steps in list(self.seen)}
         stepped = any(self.seen[steps] != count for steps, count in counts.items())
         self.seen.update(counts)
@@ -59,7 +59,7 @@ _of_root: Any = WeakIdKeyDictionary()  # model -> its Clock
 
 
 def restart() -> None:
-    """As in a new process: steps are counted from 0, by the steps of optimizers."""
+    """Count steps from 0 again, as in a new process, by the steps of optimizers."""
     _Said.number = None
     _clocks.clear()
     _of_root.clear()
@@ -138,10 +138,10 @@ def calls_without_a_step() -> int:
 
 
 def step(number: int | None = None) -> None:
-    """A training step has ended. ``number`` is the one that begins now, for a run that is resumed;
-    by default the next. It holds for all models of the process.
+    """Say that a training step has ended. ``number`` is the one that begins now, for a run that is
+    resumed; by default the next. It holds for all models of the process.
 
-    Raises ValueError for what is no number of a step.
+    Raises ValueError unless it is a whole number from 0 on.
     """
     if number is not None and (type(number) is not int or number < 0):
         raise ConfigError(f"step: got {shown(number)}; allowed: a whole number from 0 on, or none")

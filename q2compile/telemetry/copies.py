@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a device to the host, without waiting."""
+"""Copies from a device to the host, without waiting."""
 
 from __future__ import annotations
 

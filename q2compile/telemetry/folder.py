@@ -126,7 +126,7 @@ class Folder:
         return cls._open[key]
 
     def join(self, recorder: Any) -> None:
-        """Its marks are looked through from now on, as long as it lives."""
+        """Search the marks of a recorder from now on, as long as it lives."""
         self._recorders.add(recorder)
 
     def add(self, record: Record) -> None:
@@ -135,7 +135,7 @@ class Folder:
 
     def begin(self, step: int) -> None:
         """Called by the first training call of every graph in a step: writes what has arrived, and
-        looks at the marks now and then. Waits for nothing."""
+        looks at the marks now and then, without waiting."""
         if self._waiting or self._watch.looking:
             self._write_arrived()
         if step == self._step:
@@ -255,7 +255,7 @@ def _event(finding: Finding) -> Row:
 
 
 def flush() -> None:
-    """Write all that has been recorded so far. Waits for the device; done at exit, too."""
+    """Write all that has been recorded so far, waiting for the device. Done at exit, too."""
     for (process, *_), folder in list(Folder._open.items()):
         if process == os.getpid():
             folder.flush()
@@ -277,7 +277,7 @@ class _Folders:
 
 
 def make(options: TelemetryOptions) -> None:
-    """A graph was compiled with these options. Raises ConfigError where their folder can't be."""
+    """Called when a graph is compiled. Raises ConfigError if the options' folder can't be."""
     path = Path(options.to).absolute()
     _make(path)
     _Folders.asked_for[os.getpid(), path] = None
@@ -322,7 +322,7 @@ def _process() -> str:
 
 
 def forget_folders() -> None:
-    """As in a new process: no folder is in use."""
+    """Forget all folders, as in a new process."""
     Folder._open.clear()
     for lock in _Folders.locks.values():
         if lock is not None:
@@ -341,8 +341,8 @@ def _at_exit() -> None:
             continue
         if not any(f.base == path and f.has_written for f in Folder._open.values()):
             warnings.warn(
-                f"q2compile: telemetry: nothing was written to {path}: training called no "
-                "quantized linear layer that the option's modules name",
+                f"q2compile: telemetry: nothing was written to {path}: training ran no "
+                "quantized linear layer that the option's modules match",
                 TelemetryWarning,
                 stacklevel=1,
             )

@@ -69,8 +69,8 @@ class NoteLayout:
         return 1 + max((index for _, index in self.rows), default=-1)
 
     def text(self) -> str:
-        """As an argument of an op, without double quotes: Inductor's C++ wrapper does not escape
-        them."""
+        """The layout as an argument of an op, without double quotes: Inductor's C++ wrapper does
+        not escape them."""
         return json.dumps(asdict(self)).replace('"', "'")
 
     @staticmethod
@@ -103,7 +103,7 @@ class _Use:
 
     @property
     def which(self) -> int:
-        """The operand of its maker: 1 for the columnwise one of a gradient's two."""
+        """The operand's place among its maker's: 1 for the columnwise one of a gradient's two."""
         index: Any = self.parts[0].args[1] if self.maker is not self.parts[0] else 0
         return index // len(PARTS)
 

@@ -37,7 +37,7 @@ _recorder_numbers = itertools.count()
 def recorder_of(
     gm: fx.GraphModule, options: TelemetryOptions, rows: Iterable[Taken], names: Names
 ) -> Recorder | None:
-    """For a graph that trains; None for a graph that does not train, or that has no linear of ours.
+    """The recorder of a graph; None if it does not train, or has no linear of ours.
 
     rows: its matmuls.
     """
@@ -77,7 +77,7 @@ def _served(names: Names) -> dict[str, list[str]]:
 
 
 def _sampled_bytes(w: Any, operand: Operand) -> int:
-    """At most as many bytes as a record keeps of this weight's codes."""
+    """The bytes that a record keeps of this weight's codes, at most."""
     columns = int(w.shape[-1])
     rows, padded = w.numel() // max(columns, 1), -(-columns // _UNIT) * _UNIT
     sample, packed = sample_of(rows, columns, CODES_SAMPLE), SCHEMES[operand.scheme].packed

@@ -41,7 +41,7 @@ class TelemetryOptions:
 
     @classmethod
     def of(cls, given: object) -> TelemetryOptions:
-        """From the value of the option."""
+        """Parse the value of the option."""
         if not isinstance(given, Mapping):
             raise ConfigError(
                 f"telemetry: got {shown(given)}; allowed: a mapping such as "

@@ -150,7 +150,7 @@ def _operand(
 
 
 def _rounded(number: Any) -> float | None:
-    """To 4 digits, which is what the error of a sample leaves; a cosine's distance from 1 to 5."""
+    """Round to 4 digits, as exact as a sample is; a cosine's distance from 1 to 5."""
     if number is None or not math.isfinite(number):
         return None
     return float(f"{number:.5g}" if 0.5 < abs(number) <= 1 else f"{number:.4g}")

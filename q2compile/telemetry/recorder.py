@@ -257,7 +257,7 @@ class Recorder:
         self._code_sizes: list[int] = []
 
     def noted(self, kind: str, tensors: Sequence[Tensor], text: str) -> None:
-        """Called by the graph, or while it is captured."""
+        """Called by the graph when it runs, or while it is captured."""
         if kind not in self._memory:
             return
         memory, layout = self._memory[kind], NoteLayout.parse(text)

@@ -46,12 +46,12 @@ class Watch:
         return self._copies is not None
 
     def begin(self, recorders: Iterable[Any], before: int) -> None:
-        """before: the step that begins now."""
+        """Start copying the marks. before: the step that begins now."""
         self._before = before
         self._copies = [(r, kind, copy) for r in recorders for kind, copy in r.marks().items()]
 
     def ended(self, wait: bool = False) -> Finding | None:
-        """The first finding, once a look; None if there is none, or the copies are not there yet.
+        """The first finding, once per look; None if there is none, or the copies are not there yet.
         A model that stays broken is found once."""
         if self._copies is None or not (wait or all(c.ready for _, _, c in self._copies)):
             return None

@@ -19,7 +19,7 @@ class CsvFile:
             self._append([dict(zip(columns, columns, strict=True))])
 
     def write(self, rows: Iterable[dict[str, Any]]) -> None:
-        """A number that is not known is an empty cell."""
+        """Append records; a number that is not known is an empty cell."""
         self._append(rows)
 
     def _append(self, rows: Iterable[dict[str, Any]]) -> None:

@@ -22,9 +22,9 @@ BENCH_GROUPS = (
     "losses",
 )
 BENCH_UNITS = (
-    "us: microseconds per call, the median (min: the fastest, p90: 9 of 10 took at most that). "
-    "copies: the time over that of copying the operand in bf16. predicted: by data sheet, then "
-    "that over the median: 0.50 means it took twice as long"
+    "us: median microseconds per call (min: the fastest; p90: 9 of 10 calls took at most this). "
+    "copies: the time divided by that of copying the operand in bf16. predicted: from data sheets, "
+    "then the prediction divided by the median: 0.50 means that the call took twice as long"
 )
 EXPORT_ACTIVATIONS = ("weight-only", "dynamic", "static")
 EXPORT_FORMATS = ("compressed-tensors", "modelopt", "safetensors")
@@ -62,9 +62,9 @@ def compare(parser: argparse.ArgumentParser) -> None:
         help=f"or package.module:FUNCTION; called without arguments it returns {BUILT}: a model "
         "on its device, a few batches, and a function from the model's output to the loss",
     )
-    parser.add_argument("--recipe", help="default: that of Q2COMPILE_CONFIG, or quartet2")
+    parser.add_argument("--recipe", help="default: the recipe in Q2COMPILE_CONFIG, or quartet2")
     parser.add_argument(
-        "--budget", type=float, default=0.1, help="share that may return to bf16; default 0.1"
+        "--budget", type=float, default=0.1, help="largest share to put back into bf16; default 0.1"
     )
     parser.add_argument(
         "--of",
@@ -187,7 +187,7 @@ def bench(parser: argparse.ArgumentParser) -> None:
         help="stop a group after this time; default %(default).0f",
     )
     parser.add_argument(
-        "--no-remember", action="store_true", help="without effect: nothing is stored"
+        "--no-remember", action="store_true", help="no effect; old commands still run"
     )
     parser.add_argument("--read", type=Path, metavar="FILE", help="print a report and its faults")
 
@@ -198,7 +198,7 @@ def recipes(parser: argparse.ArgumentParser) -> None:
         "--global-scale",
         choices=("pow2", "exact"),
         default="pow2",
-        help="kind of global scale, as the option of this name; default %(default)s",
+        help="kind of global scale, as the option global_scale; default %(default)s",
     )
 
 
@@ -217,5 +217,5 @@ def doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--clear-cache",
         action="store_true",
-        help="delete compiled kernels, results of checks and bench's choices of GEMMs, then exit",
+        help="delete compiled kernels and results of checks, then exit",
     )

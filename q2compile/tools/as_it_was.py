@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model that was run to learn something of it, and is afterwards what it was."""
+"""Run a model to learn something about it, and restore it afterwards."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class State:
         self._modules: dict[int, tuple[nn.Module, bool, dict[str, Tensor]]] = {}
 
     def keep_model(self, model: nn.Module, *, weights: bool = False) -> None:
-        """``weights``: the values of its parameters, too. There are no gradients from now on."""
+        """Keep a model's state, and clear gradients. ``weights``: also its parameters' values."""
         for _, module in named_modules(model):
             if id(module) in self._modules:
                 continue
@@ -41,7 +41,7 @@ class State:
                 self._keep_value(p)
 
     def keep_tensors(self, tensors: Iterable[Any]) -> None:
-        """The values of tensors, of parameters the gradients alone."""
+        """Keep the values of tensors; of parameters, only the gradients, which are cleared."""
         for t in tensors:
             if isinstance(t, nn.Parameter):
                 if id(t) not in self._gradients:
@@ -55,7 +55,7 @@ class State:
             self._values[id(t)] = t, t.detach().clone()
 
     def restore(self) -> None:
-        """And keep nothing any more: Dynamo keeps a backend, and what that refers to."""
+        """Restore all and drop it, because Dynamo keeps a backend and what that refers to."""
         for module, training, buffers in self._modules.values():
             module.training = training
             for name, buffer in buffers.items():
@@ -89,8 +89,8 @@ def as_it_was(model: nn.Module | None, *, weights: bool = False) -> Iterator[Sta
 
 @contextmanager
 def same_random_numbers() -> Iterator[None]:
-    """torch's generators are put back, and the counters of the option ``seed``. CUDA's only where a
-    program uses CUDA already."""
+    """Restore torch's generators and the counters of the option ``seed`` at the end; CUDA's
+    generators only if the program already uses CUDA."""
     count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
     drawn = {key: of_key.clone() for key, of_key in counters().items()}
     with torch.random.fork_rng(devices=range(count)):

@@ -20,7 +20,7 @@ def all_batches(batches: Any, what: str) -> Iterator[Any]:
     """
     if isinstance(batches, Tensor | Mapping | str) or not isinstance(batches, Iterable):
         raise ConfigError(
-            f"{what}: got a {type(batches).__name__} in the place of batches; allowed: a list, a "
+            f"{what}: got a {type(batches).__name__} in place of batches; allowed: a list, a "
             "DataLoader or another iterable of batches. Put a single batch into a list"
         )
     rest = iter(batches)

@@ -93,7 +93,7 @@ def _result(states: Counter[str], seconds: float) -> str:
 
 
 def _versions(lines: list[str]) -> dict[str, str | None]:
-    """The packages that kernels for a GPU need are asked for where there is one."""
+    """Versions; packages that only kernels for a GPU need are asked for if there is a GPU."""
     on_gpu = torch.cuda.is_available()
     # torch with its build, 2.15.0+cu132, which metadata may lack
     found: dict[str, str | None] = {"Python": platform.python_version(), "torch": torch.__version__}

@@ -27,8 +27,8 @@ from q2compile.torch_internals.dynamo import not_compiled, original_module
 
 
 class Report(RunReport):
-    """The report that `explain` returns. Printing it gives the table, ``to_json()`` the rows as
-    plain mappings, and ``to_html(path)`` writes the page."""
+    """The report that `explain` returns. Print it to see the table; ``to_json()`` returns the rows
+    as plain mappings, and ``to_html(path)`` writes the page."""
 
     def to_html(self, path: str | Path | None = None) -> str:
         """The report as one HTML page; written to ``path`` when given. Returns the page."""
@@ -51,8 +51,8 @@ def explain(
     The report prints as a table, with one row per matmul: module, shape, the recipe of each GEMM,
     taken or not and why, and what is saved for backward (when the call runs with gradients
     enabled). Linears that the forward did not bring to the backend are rows too. Raises what the
-    backend raises. Buffers, gradients, training flags and torch's random state are afterwards what
-    they were; a function that steps an optimizer steps it.
+    backend raises. Buffers, gradients, training flags and torch's random state are restored
+    afterwards; a function that steps an optimizer steps it.
     """
     is_model = isinstance(model, torch.nn.Module)
     original = original_module(model) if is_model else None

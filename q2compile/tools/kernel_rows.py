@@ -87,7 +87,7 @@ class KernelRow:
             self.state = PASSED
 
     def as_line(self) -> dict[str, Any]:
-        """For JSON."""
+        """The row as a mapping, for JSON."""
         names = "op", "kernel", "of", "scheme", "state", "reason", "milliseconds"
         return {name: getattr(self, name) for name in names}
 
@@ -132,8 +132,8 @@ def rejected_rows(rows: Sequence[KernelRow]) -> list[KernelRow]:
 
 
 def device_rows(device: torch.device) -> Iterator[KernelRow]:
-    """On a GPU the rows of Inductor kernels and of grouped launches; and those of all kernels but
-    the references."""
+    """The rows of all kernels but the references; on a GPU also those of Inductor kernels and of
+    grouped launches."""
     if device.type == "cuda":
         yield from inductor_rows(device)
     grouped = list(group_rows(device)) if device.type == "cuda" else []

@@ -106,7 +106,7 @@ def quantize(
     stream: int = 0,
     amax: Tensor | None = None,
 ) -> QuantizedTensor:
-    """Rounds a tensor to a 4-bit format or to FP8. Not differentiable.
+    """Round a tensor to a 4-bit format or to FP8. Not differentiable.
 
     Args:
         x: float32, bfloat16 or float16, one dimension or more, any strides, any device. Leading

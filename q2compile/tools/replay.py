@@ -80,7 +80,7 @@ class Replay:
         return node
 
     def input(self, name: str, value: Any, parameter: str | None = None) -> fx.Node:
-        """parameter: the input is one, and this its name."""
+        """Add an input. parameter: the input is one, and this is its name."""
         node = self._add(self._graph.placeholder(name), value)
         made = tree_map_only(Tensor, Tensor.make, value)
         if parameter is not None:
@@ -98,7 +98,7 @@ class Replay:
         return self._add(node, value)
 
     def attribute(self, name: str, value: Any) -> fx.Node:
-        """A graph that this one calls, or a constant tensor."""
+        """Add a graph that this one calls, or a constant tensor."""
         setattr(self._root, name, value.make() if isinstance(value, Tensor) else value)
         node = self._graph.create_node("get_attr", name, name=name)
         return self._add(node, value if isinstance(value, Tensor) else None)

@@ -15,8 +15,8 @@ _COUNTS = range(2**63)
 
 
 def get_rng_state() -> dict[str, dict[int, int]]:
-    """How many seeds were drawn under the option ``seed``: {device: {seed: count}}. A checkpoint
-    that holds it lets `set_rng_state` go on with the random bits that would have come next.
+    """Return how many seeds were drawn under the option ``seed``: {device: {seed: count}}. With it
+    in a checkpoint, `set_rng_state` continues with the random bits that would have come next.
 
     Waits for the devices. Empty if no graph was compiled with that option.
     """
@@ -28,7 +28,7 @@ def get_rng_state() -> dict[str, dict[int, int]]:
 
 
 def set_rng_state(state: Mapping[str, Mapping[int, int]]) -> None:
-    """Go on from what `get_rng_state` returned, before or after the model is compiled.
+    """Continue from what `get_rng_state` returned. Call it before or after the model is compiled.
 
     The state of a single CUDA device goes to the current one: a rank may restore what another saved
     on a GPU of another number. Counters that the state does not name begin again.
@@ -59,17 +59,17 @@ def set_rng_state(state: Mapping[str, Mapping[int, int]]) -> None:
 
 
 def _whole(value: object, allowed: range) -> int:
-    """A whole number; JSON has made texts of those that were keys."""
+    """A whole number, or the text of one: JSON turns keys into texts."""
     number = int(value) if isinstance(value, str) else value
     if type(number) is not int or number not in allowed:
-        raise ValueError(f"{shown(value)} is no whole number from {allowed[0]} to {allowed[-1]}")
+        raise ValueError(f"{shown(value)} is not a whole number from {allowed[0]} to {allowed[-1]}")
     return number
 
 
 def _device(name: object) -> torch.device:
     device = torch.device(name) if isinstance(name, str) else name
     if not isinstance(device, torch.device) or device.type == "meta":
-        raise ValueError(f"{shown(name)} is no device with memory")
+        raise ValueError(f"{shown(name)} is not a device with memory")
     return device
 
 

@@ -24,7 +24,7 @@ _STEPS = 2000  # that a budget is divided into, so that not all choices need be 
 
 
 def kinds_of(names: Iterable[str]) -> list[list[str]]:
-    """Names that differ only in the numbers of blocks, together; in the order in which they come. A
+    """Groups of names that differ only in the numbers of blocks, in the order in which they come. A
     number at the end is a place in a sequence, of layers that need not be alike."""
     kinds: dict[str, list[str]] = {}
     for name in dict.fromkeys(names):

@@ -117,8 +117,8 @@ def backward_node(outputs: Any) -> Any:
 
 
 def computes_again() -> bool:
-    """Whether a checkpointed region is computed a second time now, for its backward. The older,
-    reentrant kind of checkpoint is none of that: there this is the only time with gradients.
+    """Whether a checkpointed region is computed a second time now, for its backward. In the older,
+    reentrant kind of checkpoint it is not: there this is the only time with gradients.
     """
     if torch._C._current_graph_task_id() == -1:  # autograd runs no backward on this thread
         return False
@@ -135,10 +135,9 @@ def calls_on_fakes() -> bool:
 
 @contextmanager
 def checkpoints_left_on_error() -> Iterator[None]:
-    """An error inside leaves the checkpoints that it is raised in.
-
-    In torch 2.12 it does not, 2.13 fixed it: a checkpoint enters its modes in a generator, which
-    the error's traceback keeps alive, and what is compiled next is compiled in those modes.
+    """Make an error inside leave the checkpoints that it is raised in. In torch 2.12 it does not
+    (2.13 fixed it): a checkpoint enters its modes in a generator, which the error's traceback keeps
+    alive, and what is compiled next is compiled in those modes.
     """
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 

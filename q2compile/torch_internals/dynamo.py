@@ -277,9 +277,9 @@ def restore_arguments(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None
 
 
 def forget_arguments(*copies: fx.GraphModule, dynamo: fx.GraphModule | None = None) -> None:
-    """Drop what copies of Dynamo's graph say of their inputs' tensors, once they are compiled: it
-    holds weak references, and torch.utils.swap_tensors refuses a tensor that has any. From
-    ``dynamo``'s own graph Dynamo does so itself, but for what `restore_arguments` noted.
+    """Remove ``meta["grapharg"]`` from copied graphs after compilation: its weak references make
+    torch.utils.swap_tensors fail. Dynamo removes it from its own graph, ``dynamo``, except what
+    `restore_arguments` noted.
     """
     for outer in copies if dynamo is None else (*copies, dynamo):
         for gm in outer.modules():
@@ -351,7 +351,7 @@ def carry_sources(dynamo: fx.GraphModule, copy: fx.GraphModule) -> None:
 def copied(gm: fx.GraphModule | None, graph: fx.Graph | None = None) -> fx.GraphModule:
     """``gm`` with new graphs, inside it (checkpoint bodies) too; tensors are shared.
 
-    graph: a copy of its own graph that was made before, in the place of one that is made now.
+    graph: a copy of its own graph that was made before, in place of one that is made now.
     """
     assert gm is not None
     new = fx.GraphModule(gm, graph or copy.deepcopy(gm.graph), type(gm).__name__)

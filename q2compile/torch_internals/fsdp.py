@@ -115,9 +115,9 @@ def why_values(record: Any, group: Any) -> str:
     if isinstance(group.post_forward_mesh_info, type(group.mesh_info)) and (
         group.post_forward_mesh_info != group.mesh_info
     ):
-        return "reshard_after_forward is an int, for which torch gathers values alone"
+        return "reshard_after_forward is an int, for which torch gathers only values"
     if getattr(record._sharded_local_tensor, _BEFORE, None) is not None:
-        return "it has an all-gather of its own"
+        return "it has a custom all-gather"
     return ""
 
 
@@ -138,7 +138,7 @@ def local_part(t: Tensor) -> Tensor:
 
 
 def ranks_of(record: Any) -> list[int]:
-    """All that have some of the parameter, and replicas of it."""
+    """All ranks that hold some of the parameter, or a replica of it."""
     ranks: list[int] = record._spmd_mesh.mesh.flatten().tolist()
     return ranks
 
@@ -149,7 +149,7 @@ def names_of(record: Any) -> list[str]:
 
 
 def ranks_of_shards(record: Any) -> list[int]:
-    """That a gather of the parameter waits for; none if it is not sharded."""
+    """The ranks that a gather of the parameter waits for; none if it is not sharded."""
     group = getattr(record.mesh_info, "shard_process_group", None)
     return [] if group is None else dist.get_process_group_ranks(group)
 
@@ -241,8 +241,8 @@ class Wire:
         return self._views
 
     def attach(self) -> None:
-        """Have FSDP2 ask; again if its shard is another tensor than before. Not before the first
-        gather, which makes the parameter."""
+        """Have FSDP2 ask this object, again if the shard is another tensor than before. Call it
+        after the first gather, which makes the parameter."""
         local = self._record._sharded_local_tensor
         if getattr(local, _BEFORE, None) is None:
             self._values = self._values or list(self._record.all_gather_outputs)
@@ -270,7 +270,7 @@ class Wire:
                 delattr(local, _MOVE)
 
     def _pre(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
-        """One argument: with five FSDP2 wants all that is sent to have the shape of the shard."""
+        """fsdp_pre_all_gather; with five arguments all sent would need the shard's shape."""
         record, values = self._record, self._values
         answer = self._before()
         sent, both = ([], True) if answer is None else answer
@@ -298,7 +298,7 @@ class Wire:
     def _post(
         self, outputs: Any, metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> None:
-        """The record is as plain FSDP2 has it again; its buffers are freed with its values."""
+        """fsdp_post_all_gather: the record is plain FSDP2's again; buffers go with its values."""
         self.received, self.has_values = metadata
         self._record.fsdp_placement = self._placement
         if self.received and self.has_values:
@@ -359,7 +359,7 @@ class Wire:
 
 
 class _WhenFreed:
-    """In the place of a tensor, for FSDP2: calls ``then`` when it is freed."""
+    """Replaces a tensor that FSDP2 frees: calls ``then`` at that moment."""
 
     def __init__(self, then: Callable[[], None]) -> None:
         self._then = then

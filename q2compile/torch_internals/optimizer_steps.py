@@ -127,8 +127,8 @@ def _tracked_objects() -> tuple[list[Optimizer], list[Any]]:
 
 
 def _parameters(optimizer: Optimizer) -> list[Any]:
-    """Those in its own param_groups. A wrapper that shows those of another optimizer has none of
-    its own; one whose __init__ was not run takes no hooks."""
+    """The parameters in its own param_groups. A wrapper that shows those of another optimizer has
+    none of its own; one whose __init__ was not run takes no hooks."""
     own = vars(optimizer)
     if "_optimizer_step_post_hooks" not in own:
         return []
@@ -157,7 +157,7 @@ class Holders:
             return tuple(map(_steps_of, alive))
 
     def all(self, w: Tensor) -> tuple[Steps, ...] | None:
-        """All that there are, after another look-up if need be; None if they are not known."""
+        """All that hold it, after another look-up if need be; None if they are not known."""
         with _lock:
             gone = any(ref() is None for ref in _found.holders.get(id(w), ()))  # one may replace it
             if gone or self._since >= _found.number:

@@ -41,7 +41,7 @@ def _op_types() -> Any:
 
 
 def fuses(node: fx.Node) -> bool:
-    """Whether the partitioner assumes that Inductor fuses ``node`` with others. Views are such."""
+    """Whether the partitioner assumes that Inductor fuses ``node``, such as a view, with others."""
     return node.op == "call_function" and bool(_op_types().is_fusible(node))
 
 

@@ -95,7 +95,7 @@ PATCHES = (
         key=torch.ops.aten.cat.default,
         cause="On a GPU a concatenation that an opaque quantizer reads becomes a loop over the "
         "result, which computes both parts for each element (lowering/prologue/concatenated.py).",
-        upstream="none: where a quantizer is a kernel's call is known here alone",
+        upstream="none: only q2compile knows which quantizers are calls of a kernel",
         versions="2.11 to 2.15",
         benefit="gradient of an expert's SwiGLU: 62 instructions per element instead of 21",
     ),
@@ -105,8 +105,8 @@ PATCHES = (
         owner="V",
         key="choices",
         cause="Inductor compiles and times four tiles for a quantizing loop, of which none is the "
-        "best one (lowering/inductor_kernels/tile_config.py). Its handler is one a thread: it is "
-        "set, not replaced.",
+        "best one (lowering/inductor_kernels/tile_config.py). There is one handler per thread, "
+        "which is set, not replaced.",
         upstream="none: the handler is Inductor's way to choose from outside",
         versions="2.11 to 2.15",
         benefit="quantizing kernels take up to 1.29 times as long with another tile",
@@ -147,7 +147,7 @@ class _Here(threading.local):
 
 
 class _Installed:
-    """A replacement that stands in its place. ``value`` asks the thread which function to call."""
+    """An installed replacement. ``value`` asks the thread which function to call."""
 
     def __init__(self, patch: Patch) -> None:
         self.patch, self.original, self.live = patch, patch.value(), True

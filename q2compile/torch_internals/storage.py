@@ -24,7 +24,7 @@ def has_other_holders(storage: torch.UntypedStorage) -> bool:
 
 
 def share_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether both are views of one memory; fake tensors have some, too."""
+    """Whether two tensors share storage. Works for fake tensors."""
     return bool(torch._C._is_alias_of(one, other))  # type: ignore[attr-defined]
 
 

@@ -17,7 +17,7 @@ class UntestedTorchWarning(UserWarning):
 
 
 def warn_if_untested() -> None:
-    """Say once a process that this torch was not tested, and what to report."""
+    """Say once per process that this torch was not tested, and what to report."""
     _warn_if_untested(torch.__version__)
 
 

@@ -20,14 +20,14 @@ _ATTRIBUTES = ("merged_adapters", "merged")
 
 
 class Merged:
-    """For the parameters of one model: id -> the modules that note what is merged into it."""
+    """The adapters merged into the parameters of one model: id -> the modules that note them."""
 
     def __init__(self, noting: dict[int, list[weakref.ref[nn.Module]]]) -> None:
         self._noting = noting
 
     @classmethod
     def of_model(cls, root: nn.Module | None) -> Merged | None:
-        """None for a model that has no such module, or that is not known."""
+        """The adapters of a model; None if it has no such module, or is not known."""
         noting: dict[int, list[weakref.ref[nn.Module]]] = {}
         for _, module in () if root is None else named_modules(root):
             if any(name in vars(module) for name in _ATTRIBUTES):

@@ -125,7 +125,7 @@ _lock = RLock()
 
 
 def forget_weights() -> None:
-    """Make all cached codes of weights again when they are next needed.
+    """Discard all cached codes of weights: they are recomputed when they are next needed.
 
     For code that writes into a parameter in a way that autograd does not see, such as
     ``p.data.copy_(average)``. Needed with the option ``cache_weights`` alone.
@@ -139,7 +139,7 @@ def _trains(w: Tensor) -> bool:
 
 
 def _counted(w: Tensor, holders: Sequence[Steps]) -> tuple[tuple[Steps, int], ...]:
-    """Optimizers skip a weight that has no gradient."""
+    """The steps that may change ``w``: optimizers skip a weight without a gradient."""
     trains = _trains(w)
     return tuple((s, s.count) for s in holders if trains or s.has_state_of(w))
 

@@ -47,7 +47,7 @@ class Votes:
         self._graphs: Graphs = {}
 
     def begin(self) -> None:
-        """At the begin of each forward: agree, and quantize the shards of what is agreed on."""
+        """Agree at the start of each forward, and quantize the shards of what is agreed on."""
         self._adopt()
         votes = []
         for weight in self.weights:

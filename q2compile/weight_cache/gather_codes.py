@@ -14,8 +14,8 @@ from q2compile.weight_cache.gatherer import gatherer_of
 
 
 def gather_codes(model: nn.Module) -> int:
-    """Have FSDP2 all-gather the 4-bit codes of ``model``'s weights, with their block scales, in the
-    place of bf16 or fp32 values; return how many parameters it may do that for.
+    """Have FSDP2 all-gather the 4-bit codes of ``model``'s weights, with their block scales,
+    instead of bf16 or fp32 values; return how many parameters it may do that for.
 
     Call it on all ranks, after `torch.distributed.fsdp.fully_shard`, on the model or on part of it;
     before or after ``compile``. A call after the first step has torch compile all its graphs again

@@ -97,7 +97,7 @@ class Gatherer:
         missing = [rank for rank, text in texts.items() if text in (None, _NONE)]
         if missing:
             raise ConfigError(
-                f"gather_codes: rank {dist.get_rank()} called it, and {_ranks(missing)} not. "
+                f"gather_codes: rank {dist.get_rank()} called it, {_ranks(missing)} did not. "
                 "Call it on all ranks, or on none"
             )
         other = [rank for rank, text in texts.items() if text != self._text]
@@ -120,12 +120,12 @@ class Gatherer:
                 votes.begin()
 
     def _register_again(self) -> None:
-        """At the end of a forward, and at the begin, since its backward may run modules again."""
+        """Register at a forward's start and end, since its backward may run modules again."""
         for hook in self._eager:
             hook.register()
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Before hooks of the user. output: None after an error, with which ranks may be alone."""
+        """Runs before the user's hooks. output: None after an error, maybe of this rank alone."""
         self._register_again()
         for weight in self.weights:
             weight.end_forward()
@@ -141,12 +141,12 @@ class Gatherer:
 
     @torch.compiler.disable
     def _show(self, gradient: Tensor) -> None:
-        """At the begin of a backward, which may run modules again."""
+        """Show the gathered parameters when a backward begins, which may run modules again."""
         for weight in self.weights:
             weight.show()
 
     def read_by_another_backend(self) -> None:
-        """Its graph is compiled now; it will run for equal layers, too."""
+        """Note a graph that another backend compiles; it will run for equal layers, too."""
         self.others.add(torch.is_grad_enabled())
         for weight in self.weights:
             weight.read_values()
@@ -165,8 +165,8 @@ def _is_read_by_graph() -> bool:
 
 
 def check_all_called(root: nn.Module | None) -> None:
-    """Before a graph of ``root`` is compiled: raise ConfigError if some ranks, this one or others,
-    have not called gather_codes, and others have."""
+    """Raise ConfigError, before a graph of ``root`` is compiled, if some ranks, this one or others,
+    have not called gather_codes and others have."""
     found = named_modules(root) if root is not None and dist.is_initialized() else ()
     sharded = [module for _, module in found if fsdp.is_sharded(module)]
     known = [_covered[module] for module in sharded if module in _covered]
@@ -185,7 +185,7 @@ def check_all_called(root: nn.Module | None) -> None:
     called = [rank for rank, text in texts.items() if text not in (None, _NONE)]
     if called:
         raise ConfigError(
-            f"gather_codes: {_ranks(called)} called it, and rank {dist.get_rank()} not. Call it on "
+            f"gather_codes: {_ranks(called)} called it, rank {dist.get_rank()} did not. Call it on "
             "all ranks, or on none"
         )
 
@@ -227,7 +227,7 @@ class _ValuesIfEager:
         self.register()
 
     def register(self) -> None:
-        """Again, if it was called since."""
+        """Register the hook, or register it again if it was removed."""
         if self._handle is not None:
             return
         hook = self._traced

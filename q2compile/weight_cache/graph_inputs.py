@@ -169,7 +169,7 @@ def views_of(w: Any) -> list[fx.Node]:
 
 
 def is_seen_through(node: Any) -> bool:
-    """Whether it is its first argument: transposed in the last two dimensions, cast, or a rank's
+    """Whether a node is its first argument transposed in the last two dimensions, cast, or a rank's
     own part of a DTensor."""
     if not isinstance(node, fx.Node) or not is_view_or_cast(node):
         return False

@@ -59,8 +59,8 @@ class ShardBatch:
             weight.send(sent, global_scale)
 
     def _shards(self) -> list[Tensor]:
-        """In the dtype that is quantized. Cast here, as FSDP2 and autocast cast: Inductor would
-        fuse the casts with the quantizers, and leave out the rounding."""
+        """The shards in the dtype that is quantized. They are cast here, as FSDP2 and autocast
+        cast: Inductor would fuse the casts with the quantizers, and leave out the rounding."""
         cast = []
         for weight, wanted in zip(self.weights, self._wanted, strict=True):
             gathered = fsdp.shard_of(weight.record).to(fsdp.dtype_of(weight.record))
@@ -93,8 +93,8 @@ class ShardBatch:
 def _warn(name: str, error: Exception) -> None:
     warnings.warn(
         f"q2compile: gather_codes: the graph that quantizes the shards of {name!r} and others of "
-        f"its layer failed to compile, or in its first call ({type(error).__name__}: {error}). On "
-        "this rank it runs without a compiler: slower, and with the same bits",
+        f"its layer failed to compile or in its first call ({type(error).__name__}: {error}). On "
+        "this rank it runs in eager mode: slower, but with the same bits",
         RuntimeWarning,
         stacklevel=2,
     )
@@ -111,7 +111,7 @@ def agreement(wanted: Sequence[RequestedCodes], *shards: Tensor) -> tuple[Tensor
 
 
 def codes(wanted: Sequence[RequestedCodes], agreed: Tensor, *shards: Tensor) -> tuple[Tensor, ...]:
-    """For each weight the global scale, and what `shard_codes.of_shard` returns."""
+    """The global scale of each weight, and what `shard_codes.of_shard` returns for it."""
     g = shard_codes.global_scale(agreed)
     filling = shard_codes.filling(agreed, g, [w.operand for w in wanted]) if len(agreed) else ()
     made: list[Tensor] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One parameter under FSDP2 whose codes may be gathered in the place of its values."""
+"""One parameter under FSDP2 whose codes may be gathered in place of its values."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ class RequestedCodes:
 
     @cached_property
     def number(self) -> int:
-        """The same on ranks that want the same; neither UNREAD nor VALUES."""
+        """A number equal on ranks that want the same codes; neither UNREAD nor VALUES."""
         return zlib.crc32(repr(self.form).encode()) >> 2 | 2
 
     @property
     def operand(self) -> str:
-        """By which the codes are made."""
+        """The operand by which the codes are made."""
         return self.form.operand
 
     def quantized(self, rows: Tensor) -> Sequence[Tensor]:
-        """The parts of a matrix [R, K]."""
+        """Quantize a matrix [R, K]: its parts."""
         parts: list[Tensor] = torch.ops.q2.quantize_weight(rows, self.operand, self.form.dtype)
         return parts
 
@@ -91,7 +91,7 @@ class ShardedWeight:
         return (self.wanted.number if self.wanted else VALUES) if self.read else UNREAD
 
     def adopt(self, number: int) -> None:
-        """All ranks read the same: gather that from now on."""
+        """Gather what all ranks read, from now on."""
         wanted = self.wanted if self.wanted and number == self.wanted.number else None
         self.agreed = wanted
         if wanted is not None:
@@ -112,7 +112,7 @@ class ShardedWeight:
         self._sent, self._global_scale = codes, global_scale
 
     def end_forward(self) -> None:
-        """Codes serve one forward, and its backward: then the optimizer may have stepped."""
+        """Drop the codes: after a forward and its backward the optimizer may have stepped."""
         self._runs = False
 
     def was_read(self) -> bool:
@@ -120,9 +120,10 @@ class ShardedWeight:
         return self._wire.was_read()
 
     def leave(self, has_backward: bool) -> bool:
-        """After a forward: nobody may see a parameter without values. Where FSDP2 frees it, it does
-        that; where it does not, and no backward follows, gather the values, as FSDP2 would have.
-        Before a backward its module shows the shard, until `show`; return whether it does.
+        """Called after a forward, when nobody may see a parameter without values. Where FSDP2 frees
+        it, it does that; where it does not, and no backward follows, gather the values, as FSDP2
+        would have. Before a backward its module shows the shard, until `show`; return whether it
+        does.
 
         A weight that graphs read outside of the model's forward stays as it is: they expect it.
         """
@@ -138,7 +139,7 @@ class ShardedWeight:
         return self._is_hidden
 
     def show(self) -> None:
-        """The module shows the gathered parameter again."""
+        """Have the module show the gathered parameter again."""
         if self._is_hidden:
             self._is_hidden = False
             fsdp.register_whole(self.record)
@@ -204,8 +205,8 @@ class ShardedWeight:
         return self._layouts[form]
 
     def read_values(self) -> None:
-        """Something is about to read the gathered parameter itself. Without gradients that says
-        nothing of the steps: codes are gathered on, and the values besides."""
+        """Called when something is about to read the gathered parameter itself. Without gradients
+        that says nothing of the steps: codes are gathered on, and the values besides."""
         if torch.is_grad_enabled() or not self.read:
             self.wanted, self.read = None, True
         self._note_place()
@@ -216,7 +217,7 @@ class ShardedWeight:
         self._read_outside |= not self._runs and not fsdp.is_in_backward(self.group)
 
     def gather_values(self) -> None:
-        """Where its codes alone are gathered; all ranks call this at the same place."""
+        """Gather the values if only codes are gathered; all ranks call this at the same place."""
         if not self._wire.has_values and fsdp.is_gathered(self.record):
             self._values_too = True
             self._wire.gather_values()

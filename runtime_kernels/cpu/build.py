@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """csrc/kernels.cpp as a library of this machine: compiled once by a thread, kept in the cache
-folder, loaded once a process.
+folder, loaded once per process.
 
 The file is named by a hash of the sources, the options, torch's version, and the vectors that torch
 found this processor to have: machines of several kinds may share a folder. The sources include no
@@ -51,16 +51,16 @@ def why_missing() -> str | None:
     try:
         library()
     except BuildError as error:
-        LOG.warning("CPU kernels are left out, their references run instead, slower: %s", error)
+        LOG.warning("no CPU kernels; the slower torch references run instead: %s", error)
         return str(error)
     return None
 
 
 def reasons() -> list[str]:
-    """For reports: why the kernels are missing, if that was asked and they are."""
+    """Lines for reports: why the kernels are missing, if that was asked and they are."""
     if not why_missing.cache_info().currsize or why_missing() is None:
         return []
-    return [f"CPU kernels are left out, their references run instead, slower: {why_missing()}"]
+    return [f"no CPU kernels; the slower torch references run instead: {why_missing()}"]
 
 
 def library() -> ctypes.CDLL:
@@ -108,7 +108,7 @@ def _library() -> ctypes.CDLL:
             with tempfile.TemporaryDirectory() as folder:
                 return compiled_library(compiler, Path(folder) / path.name)
         except OSError as error:  # read-only as well, or no program in it may be run
-            raise BuildError(f"no folder takes a library that can be loaded: {error}.") from error
+            raise BuildError(f"no folder accepts a library that can be loaded: {error}.") from error
 
 
 def _compiler() -> str:
@@ -133,7 +133,7 @@ def library_path() -> Path:
 
 
 def options() -> tuple[str, ...]:
-    """How it is compiled on this processor."""
+    """The compiler's options for this processor."""
     return *_OPTIONS, *_EXACT, *VECTORS.get(torch.backends.cpu.get_cpu_capability(), ())
 
 

@@ -70,7 +70,7 @@ def dequantize(
 def _no_gemm(*args: Any) -> str | None:
     a_scheme, b_scheme = args[7:9]
     if not (get_scheme(a_scheme).has_block_scales and get_scheme(b_scheme).has_block_scales):
-        return "operands without block scales need nothing but PyTorch's own product"
+        return "operands without block scales need only PyTorch's own matmul"
     return selfcheck.rejected_of(GEMM, a_scheme)
 
 

@@ -26,7 +26,7 @@ def _fields(**kinds: Any) -> list[tuple[str, Any]]:
 
 
 class CpuOperand(ctypes.Structure):
-    """operand.h"""
+    """The struct of operand.h."""
 
     _fields_ = _fields(
         a=("x", c_void_p),
@@ -47,7 +47,7 @@ class CpuOperand(ctypes.Structure):
 
 
 class Quantized(ctypes.Structure):
-    """dequantize.h"""
+    """The struct of quantized matrices in dequantize.h."""
 
     _fields_ = _fields(
         a=("codes scales global_scale out", c_void_p),
@@ -57,7 +57,7 @@ class Quantized(ctypes.Structure):
 
 
 class Masked(ctypes.Structure):
-    """dequantize.h"""
+    """The struct of masked gradients in dequantize.h."""
 
     _fields_ = _fields(
         a=("grad mask out", c_void_p),
@@ -69,7 +69,7 @@ class Masked(ctypes.Structure):
 
 
 class DbiasArguments(ctypes.Structure):
-    """column_sums.h"""
+    """The struct of column_sums.h."""
 
     _fields_ = _fields(
         a=("x out", c_void_p),

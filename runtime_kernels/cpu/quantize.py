@@ -40,8 +40,8 @@ def _rounding_of(scheme: Scheme) -> int | None:
 
 # The calls that the references serve: the reason, and a test of the call.
 UNSUPPORTED: dict[str, Callable[[QuantizerCall], bool]] = {
-    "statistics are computed beside the same call without them": lambda call: call.recorded,
-    "rng_offset has 32 bits here": lambda call: not 0 <= call.args["rng_offset"] < 1 << 32,
+    "statistics are computed after the same call without them": lambda call: call.recorded,
+    "rng_offset must fit into 32 bits": lambda call: not 0 <= call.args["rng_offset"] < 1 << 32,
     "PyTorch's own operations round to e4m3": lambda call: call.scheme.is_tensorwise,
     "a source has codes and scales": lambda call: (
         call.source_scheme is not None and call.source_scheme.dequantized
@@ -220,7 +220,7 @@ def requantize(*args: Any) -> list[torch.Tensor]:
 
 
 def _in_groups(maker: _Maker, x: torch.Tensor, seed, **more: Any) -> list[torch.Tensor]:
-    """x columnwise, its rows in the groups of a call."""
+    """The operand x columnwise, its rows in the groups of a call."""
     ends = maker.call.args["offs"], maker.call.args["padded_offs"]
     transform = maker.call.transform
     laid, shares = lay_out(x, *ends, spread=spreads(maker.scheme, transform))
@@ -230,7 +230,7 @@ def _in_groups(maker: _Maker, x: torch.Tensor, seed, **more: Any) -> list[torch.
 
 
 def _column_sums(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """numerics/column_sums.py"""
+    """The sums of the columns, as numerics/column_sums.py defines them."""
     out = x.new_empty((x.shape[1],), dtype=dtype)
     dbias = kernels.DbiasArguments(
         *(x.data_ptr(), out.data_ptr()),

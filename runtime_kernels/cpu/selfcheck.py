@@ -46,7 +46,7 @@ def rejected(call: QuantizerCall) -> str | None:
 
 
 def rejected_of(op: str, what: str) -> str | None:
-    """The same of an op that is no quantizer, with a scheme or a transform."""
+    """None when an op's kernel may be used with a scheme or transform, otherwise the reason."""
     return _reason((op, CPP, _CPU, what), lambda: _others(op, what))
 
 
@@ -155,7 +155,7 @@ def _others(op: str, what: str) -> Sequence[Any]:
 
 @contextmanager
 def _apart() -> Iterator[None]:
-    """Without the caller's modes and settings."""
+    """A context without the caller's modes and settings."""
     with ExitStack() as stack:
         stack.enter_context(_disable_current_modes())
         stack.enter_context(torch.no_grad())

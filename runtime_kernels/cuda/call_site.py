@@ -113,7 +113,7 @@ class CallSite:
         return args
 
     def byte_offsets(self, args: Sequence[Any]) -> tuple[int, ...]:
-        """For each tensor of the arguments, where it begins in the tensor that is given for it."""
+        """Where each tensor of the arguments begins in the tensor that is given for it."""
         return tuple(
             view.offset * arg.element_size() if isinstance(view, View) else 0
             for view, arg in zip(self._args, args, strict=True)
@@ -121,7 +121,7 @@ class CallSite:
         )
 
     def through_the_dispatcher(self, args: Sequence[Any], buffers: Sequence[torch.Tensor]) -> None:
-        """By any kernel that serves the call."""
+        """Run the op by any kernel that serves the call."""
         results = call_op(self.op, args)
         results = results if isinstance(results, tuple | list) else (results,)
         wanted = (r for r, has_buffer in zip(results, self.wanted, strict=True) if has_buffer)
@@ -251,7 +251,7 @@ class GroupedCallSite(JointCallSite):
         return bound_once(key, make)
 
     def _one_by_one(self, given: Sequence[Any]) -> None:
-        """Each call by itself, by any kernel that serves it."""
+        """Run each call by itself, by any kernel that serves it."""
         buffers = iter(given[self.beginnings[-1] + len(self._others) :])
         outputs: list[list[Any]] = []
         for site, start, end in zip(self.sites, self.beginnings, self.beginnings[1:], strict=False):

@@ -206,7 +206,7 @@ class BoundCall:
         return " + ".join(step.launch.variant.file for step in self._steps)
 
     def outputs_of(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The same with new outputs, all of them wanted, which it returns."""
+        """Enqueues the launches with new outputs, all of them wanted, and returns these."""
         outputs = [empty(o.shape, o.strides, o.dtype) for o in self.outputs]
         self([*inputs, *outputs])
         return outputs

@@ -103,7 +103,7 @@ class _Child:
             raise _Gone from None
 
     def next(self, seconds: float) -> tuple[str, Any]:
-        """Its next message. seconds: on a machine that is not busy."""
+        """The child's next message. seconds: how long to wait on a machine that is not busy."""
         asked = time.monotonic()
         while True:
             waited = time.monotonic() - asked
@@ -180,7 +180,7 @@ class Checker:
         return future
 
     def forget(self) -> None:
-        """As in a new process."""
+        """Forget what the child answered, as in a new process."""
         with self._lock:
             self._futures, self._unable = {}, None
             self._limit = SECONDS

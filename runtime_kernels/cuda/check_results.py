@@ -62,7 +62,7 @@ class Request(NamedTuple):
 
     @property
     def label(self) -> str:
-        """For log lines."""
+        """The subject of the check, for log lines."""
         op, name, device, *what = self.check
         words = [str(part) for part in what if part is not None and str(part) != op]
         return f"kernel {name!r} of q2::{op} on {device} ({', '.join(words)})"
@@ -172,7 +172,7 @@ def named(device: torch.device) -> tuple[str, int, int]:
 
 
 def forget_sources() -> None:
-    """As in a new process: the sources of the kernels are read again."""
+    """Forget the sources of the kernels, which are then read again, as in a new process."""
     _hash.cache_clear()
 
 
@@ -192,8 +192,8 @@ def _is_alive(marker: Path, known: dict[str, Any]) -> bool:
 
 
 def _where() -> list[str]:
-    """Names the process ids that this process sees. Containers often have equal host names, each
-    with process ids of its own."""
+    """A name of the process ids that this process sees. Containers often have equal host names,
+    each with process ids of its own."""
     names = [socket.gethostname()]
     with suppress(OSError):
         names.append(_BOOT_ID.read_text().strip())
@@ -241,7 +241,7 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def _age(known: dict[str, Any]) -> float:
-    """In seconds. A clock that was set back makes nothing young."""
+    """The age of a result in seconds. If the clock was set back, the result counts as old."""
     age = time.time() - known.get("time", 0.0)
     return age if age >= 0 else _DAY + 1
 

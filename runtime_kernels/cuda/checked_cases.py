@@ -143,7 +143,7 @@ def _source(scheme: str, rows: int, width: int) -> tuple[str, tuple[torch.Tensor
 
 
 def _quantize(scheme: str, of: QuantizerVariant | CheckKey, rows: int) -> tuple:
-    """With dbias there are so many rows that a thread adds up more than one tile."""
+    """Arguments of quantizing; with dbias so many rows that a thread adds up more than one tile."""
     variant, transform, dtype, vectors = _usual(of)
     rows = 8 * rows if variant.dbias else _IN_GROUPS if variant.grouped else rows
     x = _matrix(rows, _WIDTH if vectors else _UNALIGNED, dtype)
@@ -224,7 +224,7 @@ def _gemm_masked_unrotate(
     quantized: Callable[..., tuple] = _quantized,
     width: int = _WIDTH,
 ) -> tuple:
-    """The mask keeps about half of the elements, so a mask that is not applied shows."""
+    """Arguments whose mask keeps about half of the elements, so that a mask not applied shows."""
     dtype, _, swizzled = form
     name = scheme.removesuffix(SWIZZLED) + (SWIZZLED if swizzled else "")
     mask = pack_bits(_matrix(rows, _PADDED) > 0)
@@ -246,7 +246,7 @@ def _groups() -> tuple[torch.Tensor, torch.Tensor]:
 def _grouped_gemm(
     scheme: str, form: GroupedForm = GROUPED_FORMS[0], width: int = _WIDTH, of_dgrad: int = 128
 ) -> tuple:
-    """With weights [48, width] in fprop, [40, of_dgrad] in dgrad, and [40, 48] in wgrad."""
+    """Arguments; weights are [48, width] in fprop, [40, of_dgrad] in dgrad, [40, 48] in wgrad."""
     gemm, dtype = form
     offs, padded_offs = _groups()
     experts = len(_ENDS)
@@ -439,7 +439,7 @@ def _gemm_cases(scheme: str, forms: Sequence[Form] | None) -> Iterator[Case]:
 
 
 def _is_of_training(form: Form) -> bool:
-    """Another dtype or a bias changes the epilogue alone, and Triton compiles for seconds."""
+    """Whether a form is checked at large tiles: dtypes and bias change only the epilogue."""
     dtype, bias, _ = form
     return dtype == torch.bfloat16 and bias is None
 

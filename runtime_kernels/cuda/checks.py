@@ -107,7 +107,7 @@ def answering(mode: Mode) -> Iterator[None]:
 
 
 def forget() -> None:
-    """As in a new process: nothing is known about any kernel but what is on disk."""
+    """Forget all about kernels except what is on disk, as in a new process."""
     KNOWN.forget()
     CHECKER.forget()
     check_results.forget_sources()
@@ -158,7 +158,7 @@ def is_known(request: Request) -> bool:
 
 
 def listen(listener: Listener) -> None:
-    """In the child process: checks run in this process, which notifies its parent."""
+    """Listen in the child process: checks run in this process, which notifies its parent."""
     _State.listener = listener
     _State.mode = Mode(in_child=False)
 

@@ -15,7 +15,7 @@ from q2compile.runtime_kernels.registry import CUBLASLT_FP4, TRITON_FP4, emulati
 
 
 def of_device(index: int) -> list[str]:
-    """A sentence for each."""
+    """A sentence for each emulation or reference on a device."""
     capability = torch.cuda.get_device_capability(index)
     where = f"{torch.cuda.get_device_name(index)} ({capability[0]}.{capability[1]})"
     lines = []
@@ -40,7 +40,7 @@ def of_device(index: int) -> list[str]:
 
 
 def _of_all() -> list[str]:
-    """For all GPUs; equal ones are named once."""
+    """The sentences of all GPUs; equal ones are named once."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return list(dict.fromkeys(text for index in range(count) for text in of_device(index)))
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Call sites of quantizers that compute their operand (prologue fusion). They are called with the
-inputs of the prologue in the place of the operand. Two calls that compute their operands from one
+inputs of the prologue in place of the operand. Two calls that compute their operands from one
 read are one call site.
 
     q2_fused_0 = q2_FusedCallSite(q2_PrologueExpression(...), (
@@ -61,8 +61,8 @@ class FusedCallSite(JointCallSite):
         self._one_by_one(self._prologue.evaluate(inputs), rest)
 
     def _bind(self, inputs: Sequence[torch.Tensor], rest: Sequence[Any]) -> BoundCall | None:
-        """None where our kernels do not serve the call: Inductor's caches may come from a process
-        with other kernels."""
+        """The bound call; None if our kernels do not serve it: Inductor's caches may come from a
+        process with other kernels."""
         args = self.arguments(rest)
         like = inputs[0].new_empty((0, self._prologue.cols), dtype=self._prologue.dtype)
         if serving(QUANTIZE, (like, *args[0][1:])).launching is None:
@@ -78,7 +78,7 @@ class FusedCallSite(JointCallSite):
         )
 
     def _one_by_one(self, matrices: Sequence[torch.Tensor], rest: Sequence[Any]) -> None:
-        """Each op by any kernel that serves it, of an operand that torch has computed."""
+        """Run each op by any kernel that serves it, on an operand that torch computes."""
         buffers = iter(rest[self.beginnings[-1] :])
         for site, x, args in zip(self.sites, matrices, self.arguments(rest), strict=True):
             of_site = [next(buffers) for wanted in site.wanted if wanted]

@@ -23,7 +23,7 @@ CUBLAS, TRITON = "cuBLAS", "Triton"
 
 
 class KnownBad(NamedTuple):
-    """Versions from `first` on and before `fixed` of a library.
+    """Versions of a library from `first` on and before `fixed`.
 
     on: compute capabilities, or majors of them; every one with fp4 tensor cores if it is empty.
     """
@@ -58,7 +58,7 @@ TABLE = (
     ),
     KnownBad(
         *(TRITON, (3, 8), (3, 9), ()),
-        "tl.dot_scaled takes an E8M0 scale of 2^-127, or one that is subnormal in bf16, for zero, "
+        "tl.dot_scaled reads an E8M0 scale of 2^-127, or one that is subnormal in bf16, as zero, "
         "and other fixes are missing",
         "https://github.com/triton-lang/triton/issues/11735 and 11733",
         "a torch with another version of Triton, such as 3.7 (3.9 on 12.1)",
@@ -89,13 +89,13 @@ def warn_of_known_bad(index: int) -> None:
 
 
 def cublas() -> tuple[int, ...]:
-    """Its version; empty where it is not there."""
+    """The version of cuBLAS; empty if it is not there."""
     found = cublaslt_version()  # like "130401"
     return tuple(int(part) for part in (found[:-4], found[-4:-2], found[-2:])) if found else ()
 
 
 def triton() -> tuple[int, ...]:
-    """Its version; empty where it is not there."""
+    """The version of Triton; empty if it is not there."""
     try:
         version = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:

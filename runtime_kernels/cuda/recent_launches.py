@@ -37,12 +37,12 @@ def recent() -> list[str]:
 
 
 def forget_recent_launches() -> None:
-    """As in a new process: nothing was launched."""
+    """Forget the last launches, as in a new process."""
     _RECENT.clear()
 
 
 def watch() -> None:
-    """Has an uncaught device error be followed by that line from now on."""
+    """Makes that line follow an uncaught device error from now on."""
     global _watching
     if _watching:
         return

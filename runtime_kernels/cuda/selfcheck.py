@@ -81,7 +81,7 @@ def begin(of: str | QuantizerVariant | CheckKey, index: int, scheme: str) -> Non
 
 
 def begin_gemm(op: str, name: str, index: int, scheme: str, form: Form | GroupedForm) -> None:
-    """The same for a GEMM, whose kernels the check compiles itself."""
+    """Starts the self-check of a GEMM, which compiles its kernels itself."""
     checks.begin(request_of(op, name, index, scheme, form))
 
 
@@ -152,7 +152,7 @@ def disagreement(
 
 @contextmanager
 def apart(device: torch.device) -> Iterator[None]:
-    """Without the caller's modes and settings; on a CUDA device on a stream of its own."""
+    """A context without the caller's modes and settings; on a CUDA device, on its own stream."""
     with ExitStack() as stack:
         stack.enter_context(_disable_current_modes())
         stack.enter_context(torch.no_grad())

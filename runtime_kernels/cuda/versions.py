@@ -42,7 +42,7 @@ def cublaslt() -> ctypes.CDLL:
 
 @functools.cache
 def cublaslt_version() -> str:
-    """Like "130100"; "" where it is not there."""
+    """The version of cuBLASLt, such as "130100"; "" where it is not there."""
     try:
         return str(cublaslt().cublasLtGetVersion())
     except LaunchError:
@@ -51,8 +51,8 @@ def cublaslt_version() -> str:
 
 @functools.cache
 def driver_version() -> str:
-    """Like "580.65.06"; where that is not known the highest CUDA version it runs, like "13000"; ""
-    without one."""
+    """The driver's version, such as "580.65.06"; if that is not known, the highest CUDA version
+    that it runs, such as "13000"; "" without one."""
     try:
         words = DRIVER_FILE.read_text(encoding="utf-8").splitlines()[0].split()
         return next(word for word in words if word[:1].isdigit() and "." in word)

@@ -115,7 +115,7 @@ class Blocks:
         return words.view(shape)
 
     def join(self, values: torch.Tensor) -> torch.Tensor:
-        """[n, m, lanes], m values a block -> [rows, m * blocks of a row]."""
+        """[n, m, lanes], m values per block -> [rows, m * blocks of a row]."""
         m = values.shape[1] * (self.tiling.size // self.scheme.width)
         outer = self.tiling.pieces if self.tiling.transpose else 1
         return self.tiling.join(values.reshape(outer, m, self.x.shape[2]))
@@ -125,8 +125,8 @@ class Blocks:
         return self.join(scales)[:: self.scheme.block[0]].contiguous()
 
     def shared(self, per_row: torch.Tensor, *, total: bool = False) -> torch.Tensor:
-        """For blocks of several rows: from a value for each row's part of a block, [n, 1, lanes],
-        to the maximum (or sum) over the rows of the block, repeated for each of them."""
+        """The maximum (or sum) over the rows of a block, repeated for each of them, from a value
+        for each row's part of the block, [n, 1, lanes]."""
         height = self.scheme.block[0]
         if height == 1:
             return per_row
@@ -164,7 +164,7 @@ def largest_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def poison(scales: torch.Tensor, poisoned: torch.Tensor) -> torch.Tensor:
-    """In place: e4m3 or e8m0 scales become NaN where `poisoned` is set."""
+    """Make e4m3 or e8m0 scales NaN, in place, where `poisoned` is set."""
     nan = 0x7F if scales.dtype == torch.float8_e4m3fn else 0xFF
     scales.view(torch.uint8).masked_fill_(poisoned, nan)
     return scales

@@ -37,7 +37,7 @@ def make(device: torch.device) -> None:
 
 
 def forget_constants() -> None:
-    """As in a new process: no device has constants."""
+    """Forget the constants of all devices, as in a new process."""
     _PAIRS.clear()
     _ROTATIONS.clear()
 

@@ -95,8 +95,8 @@ def _shares(shift: torch.Tensor) -> torch.Tensor:
 
 
 def clear_tail(codes: torch.Tensor, padded_offs: torch.Tensor) -> torch.Tensor:
-    """In place: in codes [C, Tp/2], or of fp8 or dequantized [C, Tp], of the padded layout, rows of
-    no group become +0. Rotated zeros could be -0."""
+    """Make rows of no group +0, in place, in codes [C, Tp/2] (fp8 or dequantized: [C, Tp]) of the
+    padded layout. Rotated zeros could be -0."""
     step = 2 if codes.dtype == torch.uint8 else 1
     row = step * torch.arange(codes.shape[1], device=codes.device)
     stored = (

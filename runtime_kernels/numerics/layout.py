@@ -4,7 +4,7 @@
 Shape legend: M rows, K contraction, Kp = K rounded up to whole blocks (and whole chunks of a
 rotation).
 
-Codes: uint8 [M, Kp/2], two a byte, the low nibble is the even index; a code is sign << 3 | index
+Codes: uint8 [M, Kp/2], two per byte, the low nibble is the even index; a code is sign << 3 | index
 into {0, .5, 1, 1.5, 2, 3, 4, 6}. Of fp8: float8_e4m3fn [M, Kp].
 
 Tiles: the reference works on fp32 [outer, size, lanes] with a block (or chunk) along the middle
@@ -61,7 +61,7 @@ def empty_quantized(
 class Tiling:
     """How a matrix of `rows` rows is cut along its contraction into `pieces` pieces of `size`.
 
-    transpose: the matrix lies as [contraction, rows].
+    transpose: the matrix is in memory as [contraction, rows].
     """
 
     rows: int
@@ -87,7 +87,7 @@ class Tiling:
         return _copy(x.reshape(lanes, self.size).t(), dtype).view(1, self.size, lanes)
 
     def join(self, tiles: torch.Tensor) -> torch.Tensor:
-        """Undoes cut for tiles with n values a piece, any n: contiguous [rows, pieces * n]."""
+        """Undoes cut for tiles with n values per piece, any n: contiguous [rows, pieces * n]."""
         n = tiles.shape[1]
         if self.transpose:
             rows_first = tiles.permute(2, 0, 1)
@@ -101,13 +101,12 @@ def _copy(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def pack(codes: torch.Tensor) -> torch.Tensor:
-    """uint8 codes [n, w, lanes] -> [n, w/2, lanes], two a byte, the even index in the low
-    nibble."""
+    """uint8 codes [n, w, lanes] -> [n, w/2, lanes], two per byte, the even index low."""
     return codes[:, 0::2] | (codes[:, 1::2] << 4)
 
 
 def unpack(codes: torch.Tensor) -> torch.Tensor:
-    """uint8 [M, Kp/2], two codes a byte -> uint8 [M, Kp], one a byte."""
+    """uint8 [M, Kp/2], two codes per byte -> uint8 [M, Kp], one per byte."""
     return torch.stack([codes & 15, codes >> 4], dim=2).flatten(1)
 
 

@@ -107,7 +107,7 @@ def _scale_search(
 def _ratio(
     scale: torch.Tensor, first: torch.Tensor, global_scale: torch.Tensor | None
 ) -> torch.Tensor:
-    """scale / first."""
+    """The ratio scale / first."""
     if global_scale is None:
         return scale * _reciprocal(first, None)
     return or_one(scale) / or_one(first)
@@ -224,7 +224,7 @@ def _block_scale(
 
 
 def _divided(x: torch.Tensor, by: float) -> torch.Tensor:
-    """x / by. A plain x / by is x * (1/by) on CUDA, and other bits than on a CPU."""
+    """The quotient x / by. A plain x / by is x * (1/by) on CUDA, with other bits than on a CPU."""
     return x / x.new_full((), by)
 
 
@@ -237,6 +237,6 @@ def _reciprocal(scale: torch.Tensor, global_scale: torch.Tensor | None) -> torch
 
 
 def _floored(global_scale: torch.Tensor) -> torch.Tensor:
-    """1 instead of 0; and never an fp32 subnormal, whose reciprocal could be Inf (an amax under
-    3e-35)."""
+    """A divisor: 1 instead of 0, and never an fp32 subnormal, whose reciprocal could be Inf (an
+    amax under 3e-35)."""
     return torch.where(global_scale == 0, 1.0, global_scale.clamp(min=_TINY))

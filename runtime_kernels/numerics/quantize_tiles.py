@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From fp32 tiles to a quantized operand, in any format; shared by the references of the ops."""
+"""Quantizes fp32 tiles to an operand of any format; shared by the references of the ops."""
 
 import torch
 

@@ -95,26 +95,26 @@ class Scheme:
 
     @property
     def stochastic(self) -> bool:
-        """Draws random bits, so needs a seed."""
+        """Whether it draws random bits, so needs a seed."""
         return self.rounding in ("sr", "ms_eden")
 
     @property
     def takes_amax(self) -> bool:
-        """The op needs the tensor's amax. MS-EDEN does not: its global scale follows from the
-        corrected block scales."""
+        """Whether the op needs the tensor's amax. MS-EDEN does not: its global scale follows from
+        the corrected block scales."""
         exact = self.global_scale == "exact" and self.rounding != "ms_eden"
         return exact or self.global_scale == "pow2_of_amax"
 
     @property
     def has_pow2_scale(self) -> bool:
-        """The global scale is a power of two, so that code * scale * global_scale is exact in
-        bf16."""
+        """Whether the global scale is a power of two, so that code * scale * global_scale is exact
+        in bf16."""
         power = self.global_scale in ("pow2", "pow2_of_amax")
         return power or (self.global_scale == "none" and self.shrink == 1.0)
 
     @property
     def masked(self) -> bool:
-        """Has a trust mask, which the backward pass applies (q2::quantize with mask=True)."""
+        """Whether it has a trust mask, which the backward applies (q2::quantize with mask=True)."""
         return self.rounding == "quest"
 
     @property
@@ -124,12 +124,12 @@ class Scheme:
 
     @property
     def is_tensorwise(self) -> bool:
-        """The whole tensor shares one scale, so that its codes can be transposed and reused."""
+        """Whether the tensor shares one scale, so that its codes can be transposed and reused."""
         return self.format == "fp8"
 
     @property
     def is_transposable(self) -> bool:
-        """Its scales serve rowwise and columnwise: blocks are square, or there is one scale."""
+        """Whether its scales serve rowwise and columnwise: square blocks, or one scale."""
         return self.is_tensorwise or self.block[0] == self.block[1]
 
     @property
@@ -252,7 +252,7 @@ def get_scheme(name: str) -> Scheme:
 
 
 def unknown_scheme(name: str) -> ValueError:
-    """For a name that is not in SCHEMES."""
+    """The error for a name that is not in SCHEMES."""
     near = difflib.get_close_matches(name, SCHEMES, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return ValueError(

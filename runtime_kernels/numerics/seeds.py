@@ -47,7 +47,7 @@ def seeds_of(numbers: Any, key: int) -> Any:
 
 
 def mixed(key: int) -> int:
-    """The same bijection of a number of the host. In [0, 2^64)."""
+    """The same bijection as `mix`, of a number on the host, in [0, 2^64)."""
     key %= 1 << _BITS
     for shift, factor in _ROUNDS:
         key = (key ^ (key >> shift)) * factor % (1 << _BITS)

@@ -82,7 +82,7 @@ class Sample(NamedTuple):
 
     def of(self, x: torch.Tensor, dim: int = 0, per: int = 1) -> torch.Tensor:
         """The rows of the sample, of a matrix that has rows / per along dim: a view with
-        [groups, GROUP / per] or [groups, 1] in the place of dim."""
+        [groups, GROUP / per] or [groups, 1] in place of dim."""
         size, stride = list(x.shape), list(x.stride())
         size[dim : dim + 1] = [self.groups, max(GROUP // per, 1)]
         stride.insert(dim, self.apart // per * stride[dim])
@@ -158,8 +158,8 @@ def sums(
 def sums_of_codes(
     codes: torch.Tensor, scales: torch.Tensor, global_scale: torch.Tensor, scheme: Scheme
 ) -> torch.Tensor:
-    """The same without x: the share of zeros includes elements that were zero before, errors and
-    saturation are NaN, and amax is that of x̂."""
+    """The sums of codes whose x is not known: the share of zeros includes elements that were zero
+    before, errors and saturation are NaN, and amax is that of x̂."""
     rows, width = codes.shape[:-1].numel(), scheme.packed * codes.shape[-1]
     found = global_scale.new_full((len(SUMS),), rows * width, dtype=torch.float64)
     scale = scales.to(torch.float64)

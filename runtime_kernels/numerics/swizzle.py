@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layout in which Blackwell's tensor cores read block scales: tiles of 128 rows x 4 blocks.
 
-Scale (row, block) of a padded [128 a, 4 b] matrix of bytes lies at
+Scale (row, block) of a padded [128 a, 4 b] matrix of bytes is at
 
     ((row // 128) * b + block // 4) * 512 + (row % 32) * 16 + (row % 128 // 32) * 4 + block % 4
 
-"32x4x4" in cuBLAS's documentation ("block scaling factors layout"): four groups of 32 rows lie side
+"32x4x4" in cuBLAS's documentation ("block scaling factors layout"): four groups of 32 rows are side
 by side, 4 bytes each. Operands that nothing but fp4 GEMMs and requantizations read are quantized
 with scales in this layout (schemes.py, SWIZZLED), as [tiles, 512]; those of others are swizzled on
 the way into the GEMM.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops of namespace q2, one a file: schema, fake, and the torch reference, whose bits define
+"""The ops of namespace q2, one per file: schema, fake, and the torch reference, whose bits define
 those of every other kernel. Imports numerics and the registry.
 """
 

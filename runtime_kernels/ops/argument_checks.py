@@ -77,7 +77,7 @@ def check_quantized(
 
 
 def check_scales(op: str, scales: torch.Tensor, global_scale: torch.Tensor) -> None:
-    """Without codes: a matrix of 8-bit scales and an fp32 scalar.
+    """Scales without codes must be a matrix of 8-bit values and an fp32 scalar.
 
     Raises:
         ValueError: they are not.

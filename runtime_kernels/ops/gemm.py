@@ -32,7 +32,7 @@ def schemes_of(
     """The schemes by name.
 
     Raises:
-        ValueError: one is unknown; an operand is no quantized matrix of its scheme.
+        ValueError: one is unknown; an operand is not a quantized matrix of its scheme.
     """
     specs = get_scheme(a_scheme), get_scheme(b_scheme)
     check_quantized("gemm", a_codes, a_scales, a_global, dtype=specs[0].codes_dtype)
@@ -43,7 +43,7 @@ def schemes_of(
 def checked_gemm(
     a_codes, a_scales, a_global, b_codes, b_scales, b_global, a_scheme: str, b_scheme: str
 ) -> tuple[Scheme, Scheme]:
-    """The same for sizes that are known.
+    """The schemes by name, with the check of sizes that are known.
 
     Raises:
         ValueError: the operands are not padded to the same contraction.

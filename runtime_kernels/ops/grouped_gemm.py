@@ -35,7 +35,7 @@ def checked_grouped_gemm(
     """The schemes by name.
 
     Raises:
-        ValueError: one is unknown; an operand is no quantized matrix of its scheme.
+        ValueError: one is unknown; an operand is not a quantized matrix of its scheme.
     """
     specs = get_scheme(a_scheme), get_scheme(b_scheme)
     check_quantized("grouped_gemm", a_codes, a_scales, a_global, dtype=specs[0].codes_dtype)
@@ -51,7 +51,7 @@ def as_grouped(b: torch.Tensor, gemm: str, groups: int) -> torch.Tensor:
 
 
 def result_shape(a_codes: torch.Tensor, b_codes: torch.Tensor, groups: int, gemm: str) -> tuple:
-    """Works on symbolic sizes."""
+    """The shape of the result, also for symbolic sizes."""
     rows, columns = a_codes.shape[0], b_codes.shape[0]
     return {
         "fprop": (rows, columns // groups),

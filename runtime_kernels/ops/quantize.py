@@ -59,8 +59,8 @@ def checked_quantize(call: QuantizerCall) -> QuantizerCall:
     """The call, once its arguments are checked.
 
     Raises:
-        ValueError: x is no float matrix; the scheme or the transform is unknown; a seed is missing;
-            arguments that exclude each other.
+        ValueError: x is not a float matrix; the scheme or the transform is unknown; a seed is
+            missing; arguments exclude each other.
     """
     check_operand(QUANTIZE, call.x)
     if not (call.rowwise or call.columnwise):

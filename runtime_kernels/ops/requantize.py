@@ -55,7 +55,7 @@ def checked_requantize(call: QuantizerCall) -> QuantizerCall:
     """The call, once its arguments are checked.
 
     Raises:
-        ValueError: what is given is no quantized matrix, or by scales no matrix and its scales;
+        ValueError: the source is not a quantized matrix, or by scales not a matrix and its scales;
             a scheme or the transform is unknown; the seed is missing.
     """
     source, scales, global_scale = (call.args[name] for name in call.spec.source)

@@ -39,7 +39,7 @@ def counters() -> dict[tuple[int, torch.device], torch.Tensor]:
 
 
 def forget_counters() -> None:
-    """As in a new process: no seed was drawn. Not while a compiled graph uses a counter."""
+    """Forget all counters, as in a new process. Not while a compiled graph uses a counter."""
     _COUNTERS.clear()
 
 

@@ -7,8 +7,8 @@ of two for the tensor.
 With a swizzled scheme the scales are [tiles, 512], in the order that FP4 GEMMs read (swizzle.py).
 
 It is the last step of a quantizer that is an Inductor kernel (q2compile.lowering), for schemes with
-global scale "pow2" and block scales rounded to nearest. A poisoned block's raw scale is NaN, and so
-is its scale; the global scale is that of the others (numerics/blocks.py).
+global scale "pow2" and block scales rounded to nearest. A poisoned block's raw scale and scale are
+NaN; the global scale is that of the others (numerics/blocks.py).
 """
 
 import torch

@@ -131,17 +131,17 @@ class QuantizerCall:
 
     @staticmethod
     def of(op: str, args: Sequence[Any]) -> QuantizerCall:
-        """args: all of the op's, in the order of its schema."""
+        """The call from args: all of the op's, in the order of its schema."""
         names = (name for name, _ in parameters(op))
         return QuantizerCall(SPECS[op], dict(zip(names, args, strict=True)))
 
     @staticmethod
     def named(op: str, **args: Any) -> QuantizerCall:
-        """By the names of arguments; those with a default may be left out."""
+        """The call from the names of its arguments; those with a default may be left out."""
         return QuantizerCall.of(op, bound(op, (), args))
 
     def replace(self, **args: Any) -> QuantizerCall:
-        """The same call with other arguments."""
+        """A copy of the call with other arguments."""
         unknown = args.keys() - self.args.keys()
         assert not unknown, f"q2::{self.spec.name} has no {unknown}"
         return _replace(self, args={**self.args, **args})
@@ -156,7 +156,7 @@ class QuantizerCall:
         return as_written(self.spec.name, self.args)
 
     def __call__(self) -> list[torch.Tensor]:
-        """Runs it."""
+        """Runs the call."""
         args, kwargs = self.written()
         return self.spec.overload(*args, **kwargs)
 
@@ -245,7 +245,7 @@ class QuantizerCall:
         return tuple(found)
 
     def operand_of(self, output: int) -> QuantizedOperand:
-        """The one that an output is a part of."""
+        """The operand that an output is a part of."""
         return self.operands[output // len(PARTS)]
 
     @property
@@ -263,7 +263,7 @@ class QuantizerCall:
 
     @property
     def label(self) -> str:
-        """For reports and notes."""
+        """A short text of the call, for reports and notes."""
         return str(self.variant._replace(rotated=False))
 
 

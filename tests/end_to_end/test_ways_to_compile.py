@@ -170,7 +170,7 @@ def test_a_batch_without_rows(recipe):
 
 
 def test_functional_call_of_a_compiled_model_is_quantized():
-    """Tensors in the place of parameters are taken for them, by the same names."""
+    """Tensors in place of parameters are taken for them, by the same names."""
     model, (tokens, _) = new_model(), batch()
     compiled = quantized(model, strict=True, policy={"layers.0.up": "bf16"})
     given = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
@@ -199,7 +199,7 @@ def test_functional_call_inside_the_compiled_function_says_why_not():
     given = {n: p.detach() for n, p in model.named_parameters()}
     report = explain(forward, given, tokens, options=EAGER)
     assert {row.why for row in report.rows} == {
-        "the weight is an input of the graph, and no nn.Parameter"
+        "the weight is an input of the graph but not an nn.Parameter"
     }
     y = quantized(forward)(given, tokens)
     torch.testing.assert_close(y, model(tokens))

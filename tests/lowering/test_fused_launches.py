@@ -221,7 +221,7 @@ def with_dbias(seeds, a, b):
 
 NOT_FUSED = {
     "it returns dbias": (with_dbias, lambda: matrices(2)),
-    "sum_1 read the operand, too": (two_readers, lambda: matrices(2)),
+    "sum_1 also read the operand": (two_readers, lambda: matrices(2)),
     "does not go along a row": (
         quantized(lambda a, b: a + b.t()),
         lambda: [normal(ROWS, COLS), normal(COLS, ROWS)],
@@ -266,7 +266,7 @@ def test_the_rule(monkeypatch) -> None:
     steps = (*prologue.steps, ("log", last))
     dear = replace(prologue, steps=steps, results=(last + 1,))
     assert WHY_NOT(dear, spec, 2, 9) is None
-    assert "an element, twice for an exact global scale" in WHY_NOT(dear, exact, 2, 9)
+    assert "per element, twice for an exact global scale" in WHY_NOT(dear, exact, 2, 9)
 
 
 def gated(scheme: str = EDEN) -> Callable:

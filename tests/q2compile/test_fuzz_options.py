@@ -202,5 +202,5 @@ def test_a_config_file_with_a_key_twice(tmp_path, monkeypatch):
     path = tmp_path / "q2.json"
     path.write_text('{"policy": {"*": "bf16", "up": "bf16", "*": "quartet2"}}')
     monkeypatch.setenv(CONFIG_FILE_VARIABLE, str(path))
-    with pytest.raises(ConfigError, match=r"the key '\*' is there twice"):
+    with pytest.raises(ConfigError, match=r"the key '\*' occurs twice"):
         Config.from_options(None)

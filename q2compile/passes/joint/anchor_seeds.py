@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seeds of gradients that are a constant: drawn in the backward all the same."""
+"""Seeds of constant gradients, which are then drawn in the backward like all others."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that are added up where a permutation says: gathered, and each sum made at once."""
+"""Scattered additions of rows become gathers and sums where the index is a permutation."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def gather_scattered_pass(graph: fx.Graph) -> int:
         dz = index_put(0, [i], dy, True)        dz = index(dy, [p])
         u = index_put(0, [p], v)                u = index(v, [i])
 
-    The same of scatter_add along rows. An inverse that the graph has is read; in the place of
-    zeros may stand anything, to which the sum is added, or of which nothing stays.
+    scatter_add along rows is rewritten likewise. An inverse that the graph has is read; instead of
+    zeros there may be any tensor, to which the sum is added, or of which nothing is left.
 
     Preconditions: the index is a permutation of all rows, or that divided by k, as its origin shows
     (`permutations.py`); floating-point rows; k is at most SHORT_SUM, since longer sums are

@@ -103,7 +103,7 @@ def spread(index: Any) -> fx.Node | None:
 
 
 def zeroes_rows(node: fx.Node) -> tuple[Zeroed, Any] | None:
-    """For a node that sets whole rows to zero: which rows, and the value of the others."""
+    """The rows that a node sets to zero, and the value of the others; None for other nodes."""
     mask: Any
     if node.target is _aten.masked_fill.Scalar:
         inner, mask, value = node.args
@@ -128,14 +128,14 @@ def _mask_of_rows(mask: Any, node: fx.Node) -> fx.Node | None:
 
 
 def is_zero(node: Any) -> bool:
-    """Whether it is a constant of zeros."""
+    """Whether a node is a constant of zeros."""
     if not isinstance(node, fx.Node) or node.target not in _FILLED:
         return isinstance(node, fx.Node) and node.target in _ZEROS
     return _is_positive_zero(node.args[0 if node.target is _aten.scalar_tensor.default else 1])
 
 
 def _is_positive_zero(value: Any) -> bool:
-    """-0 is another code."""
+    """Whether a number is +0, because -0 has another code."""
     return isinstance(value, int | float) and str(float(value)) == "0.0"
 
 
@@ -158,7 +158,7 @@ def _shape(node: Any) -> Any:
 
 
 def alike(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    """Whether two shapes are known to be one."""
+    """Whether two shapes are known to be equal."""
     return len(a) == len(b) and all(map(_equal, a, b))
 
 

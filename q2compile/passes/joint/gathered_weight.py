@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A weight that the graph gathers: what stands between the gather and the weight's quantizer, and
-how the codes of shards are those of the whole."""
+"""A weight that the graph gathers: what is between the gather and the weight's quantizer, and how
+the codes of shards are those of the whole."""
 
 from __future__ import annotations
 

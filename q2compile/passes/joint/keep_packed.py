@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Under activation checkpointing: save quantized operands, recompute the rest."""
+"""Save quantized operands under activation checkpointing, and recompute the rest."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def order_of(index: Any) -> Order | None:
 
 
 def is_permutation(node: fx.Node) -> bool:
-    """Whether it is an argsort of a vector, or the inverse of a permutation."""
+    """Whether a node is an argsort of a vector, or the inverse of a permutation."""
     return _sorted(node) is not None or inverted(node) is not None
 
 
@@ -95,12 +95,12 @@ def _sorted(node: fx.Node) -> fx.Node | None:
 
 
 def _ascends(sort: fx.Node) -> bool:
-    """It may be the third argument of sort.default."""
+    """Whether a sort is in ascending order, which may be given as its third argument."""
     return not any(sort.args[2:]) and not sort.kwargs.get("descending")
 
 
 def _counts_up(node: Any) -> bool:
-    """0, 1, ..."""
+    """Whether a node is 0, 1, ..."""
     if not isinstance(node, fx.Node):
         return False
     node = _undressed(node)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that are gathered are quantized before that: each once, however often it is named."""
+"""Quantize rows before they are gathered: each row once, however often it is named."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class _Rewritten:
         self.graph, self.node, self.call, self.found = graph, node, call, found
 
     def gather(self, in_backward: bool, note: str) -> None:
-        """In the place of the quantizer one of the source, and a gather before who reads it."""
+        """Replace the quantizer by one of the source, and gather its codes before each reader."""
         node, graph = self.node, self.graph
         outputs = outputs_of(node)
         with graph.inserting_before(node):
@@ -154,7 +154,7 @@ class _Rewritten:
         return either
 
     def _amax(self, amax: Any, x: Any, source: fx.Node) -> fx.Node:
-        """That of the source, where it is seen to be x's; it may be any other, and stays then."""
+        """The source's amax if ``amax`` is provably x's; otherwise ``amax`` unchanged."""
         chain: list[fx.Node] = []
         node = amax
         while isinstance(node, fx.Node) and node is not x and node.args:
@@ -189,7 +189,7 @@ class _Rewritten:
 
 
 def _erase_unread(graph: fx.Graph, nodes: list[fx.Node]) -> None:
-    """Nodes that nobody reads any more, and what only they have read."""
+    """Erase nodes that nobody reads any more, and what only they have read."""
     pending = set(nodes)
     while pending:
         node = max(pending)

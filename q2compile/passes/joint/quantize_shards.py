@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A weight that the graph gathers is quantized before that: its codes are gathered."""
+"""Quantize the shards of a weight that the graph gathers, so that their codes are gathered."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _leave(quantizer: fx.Node, gather: fx.Node, why: str) -> None:
 
 
 def _note(gather: fx.Node, quantizer: fx.Node, text: str) -> None:
-    """For the report."""
+    """Note a reason for the report."""
     gather.meta[GATHERS] = {**gather.meta.get(GATHERS, {}), seed_index_of(quantizer): text}
 
 
@@ -95,7 +95,7 @@ def _is_weight(quantizer: fx.Node, call: QuantizerCall) -> bool:
 
 
 def _erase(graph: fx.Graph, gather: fx.Node) -> None:
-    """The gather, and what only it was for: FX erases no collective on its own."""
+    """Erase the gather and what only it needed: FX erases no collective on its own."""
     for user in list(gather.users):
         _erase(graph, user)
     graph.erase_node(gather)
@@ -111,7 +111,7 @@ def _why_not(call: QuantizerCall, weight: GatheredWeight | None) -> str:
     if behind(weight.shard, VIEWS | CAST).op != "placeholder":
         return "a rank's part of it is computed in the graph"
     if scheme.takes_amax or call.args["amax"] is not None:
-        return "its global scale follows from the largest element of the whole"
+        return "its global scale depends on the largest element of the whole weight"
     columns = weight.sizes[2]
     both = (columns, columns * weight.ranks) if weight.dim == 2 else None
     dtypes = {call.x.meta["val"].dtype}
@@ -119,7 +119,7 @@ def _why_not(call: QuantizerCall, weight: GatheredWeight | None) -> str:
 
 
 class _Moved:
-    """One quantizer of a gathered weight, as it is made anew."""
+    """One quantizer of a gathered weight, and what replaces it."""
 
     def __init__(
         self, graph: fx.Graph, node: fx.Node, call: QuantizerCall, weight: GatheredWeight
@@ -148,9 +148,9 @@ class _Moved:
         self.graph.erase_node(self.node)
 
     def _in_its_dtype(self, shard: fx.Node) -> fx.Node:
-        """Before the pass the gather had it in memory. Now it may be cast in the kernel that
-        quantizes it, where Inductor keeps the fp32 value of a cast to bf16, unless its bits are
-        asked for."""
+        """The shard in its own dtype. Before the pass the gather had it in memory; now the kernel
+        that quantizes it may cast it, and Inductor keeps the fp32 value of a cast to bf16 unless
+        its bits are asked for."""
         dtype = shard.meta["val"].dtype
         if dtype.itemsize != 2 or shard.op == "placeholder":
             return shard
@@ -162,7 +162,7 @@ class _Moved:
         return {i: self._new(operator.getitem, made, i) for i in sorted({1, 2, *wanted})}
 
     def _global_scale(self) -> fx.Node:
-        """2^k, by the largest of the ranks; of zeros a rank has none to say."""
+        """The global scale 2^k, the ranks' maximum; a rank of zeros contributes none."""
         padded = self._new(_aten.constant_pad_nd.default, self.shard, [0, 0, 0, self.height])
         made = self._quantized(padded, ())
         scales, g = self._new(_aten.view.dtype, made[1], torch.uint8), made[2]
@@ -200,7 +200,7 @@ class _Moved:
         return part if dtype == torch.uint8 else self._new(_aten.view.dtype, part, dtype)
 
     def _collective(self, target: Any, *args: Any) -> fx.Node:
-        """Saved or recomputed in the backward as the gathered values would have been."""
+        """A collective, saved or recomputed as the gathered values would have been."""
         gather = self.weight.gather
         begun = self._new(target, *args)
         if target is _c10d.all_gather_into_tensor.default:

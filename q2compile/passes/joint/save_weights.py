@@ -79,9 +79,9 @@ def save_scales(
 def known_by_scales(backward: fx.Graph, names: Collection[str]) -> set[str]:
     """Which of the nodes that recompute codes of weights in a backward `save_scales` can serve.
 
-    Those of bf16 parameters as they are (a cast or a copy would be written for the op to read it,
-    and takes as long as is saved), in a scheme whose codes follow from their scales, which nothing
-    reads but requantizations of the whole weight; on CUDA where its kernel serves those.
+    These quantize bf16 parameters as they are (a cast or a copy would be written for the op to read
+    it, and takes as long as is saved), in a scheme whose codes follow from their scales, which
+    nothing reads but requantizations of the whole weight; on CUDA where its kernel serves those.
     """
     weights = [(node, call) for node, call in quantizers(backward) if node.name in names]
     return {node.name for node, call in weights if _known_by_scales(node, call)}

@@ -56,6 +56,6 @@ def choose_saved(
     peak = max(middle, end)
     more = max(middle + codes - peak, 0)
     saved = more <= max(WORTH_TIME * peak, SMALL if whole else 0)
-    verb, part = "raise" if saved else "would raise", "" if whole else "this part of "
+    verb, part = "raises" if saved else "would raise", "" if whole else "this part of "
     raised = f"{more / peak:.1%}, {more / 2**20:.1f} MiB"
-    return Choice(saved, f"all codes {verb} the peak of {part}the step by {raised}")
+    return Choice(saved, f"saving all codes {verb} the peak of {part}the step by {raised}")

@@ -1,3 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Passes over forward and backward graphs, and those twins of theirs that see both; see
+"""Passes over forward and backward graphs, and their variants over joint graphs; see
 `q2compile.passes`."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Concatenations that a rotating quantizer reads stand right before it."""
+"""Move concatenations right before the rotating quantizer that reads them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _is_concatenation(node: Any) -> bool:
 
 
 def _is_quantized(node: fx.Node) -> bool:
-    """By rotating quantizers, and not read otherwise."""
+    """Whether only rotating quantizers read a node."""
     found = list(readers(node, RESHAPE))
     return bool(found) and all(map(_rotates, found))
 

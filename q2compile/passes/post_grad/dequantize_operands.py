@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Without fp4 tensor cores: quantizers write dequantized bf16 operands for the bf16 GEMMs."""
+"""Quantizers write dequantized bf16 operands for bf16 GEMMs if there are no fp4 tensor cores."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def dequantize_operands_pass(graph: fx.Graph) -> int:
 
 
 def _may_be_lowered(call: QuantizerCall) -> bool:
-    """Whether Inductor may make a kernel of its own of it, which fuses with what makes x."""
+    """Whether Inductor may make a kernel of the quantizer that fuses with what computes x."""
     return is_forward_operand(call) and not call.rotated
 
 

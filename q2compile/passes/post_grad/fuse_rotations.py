@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotating quantizers that may compute their operand in the place of reading it."""
+"""Mark rotating quantizers that may compute their operand instead of reading it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def fuse_rotations_pass(graph: fx.Graph) -> int:
 
     Precondition: it is the last pass, since the others replace such nodes.
 
-    Exact: nothing is computed otherwise.
+    Exact: nothing is computed differently.
     """
     notes: list[str] = []
     found = {node: _made_from(node) for node, call in quantizers(graph) if _may_fuse(call)}
@@ -67,8 +67,8 @@ def fusion_notes(graph: fx.Graph) -> list[str]:
 
 
 def _may_fuse(call: QuantizerCall) -> bool:
-    """Not rowwise quantizers without rotation or mask: those are Inductor kernels, which fuse
-    already. Not grouped ones, whose kernel reads its operand."""
+    """Whether a quantizer may compute its operand. Not rowwise ones without rotation or mask:
+    Inductor kernels fuse already. Not grouped ones, whose kernel reads its operand."""
     return (
         call.spec.is_fusable
         and not call.grouped
@@ -77,7 +77,7 @@ def _may_fuse(call: QuantizerCall) -> bool:
 
 
 def _are_alike(first: fx.Node, second: fx.Node) -> bool:
-    """Whether they differ only in their operands, of one size and type, their seeds and
+    """Whether two quantizers differ only in their operands (alike in size and type), seeds and
     rng_offset."""
     one, two = quantizer_of(first), quantizer_of(second)
     if one is None or two is None or one.masked or one.dbias is not None:
@@ -106,7 +106,8 @@ def _made_from(node: fx.Node) -> dict[Storage, int]:
 
 
 def mostly_in(one: dict[Storage, int], other: dict[Storage, int]) -> bool:
-    """Whether half or more of the bytes are. (Of RoPE's q and k the tables are, which are few.)"""
+    """Whether half of the bytes of ``one`` are in ``other``. (RoPE's q and k share few, the
+    tables.)"""
     common = sum(size for storage, size in one.items() if storage in other)
     return 0 < sum(one.values()) <= 2 * common
 

@@ -43,7 +43,7 @@ def group_launches_pass(graph: fx.Graph) -> int:
     Preconditions: it is the last pass, since the others move and replace such nodes. The quantizers
     are adjacent; all end in the same launch, which has room for their operands.
 
-    Exact: nothing is computed otherwise.
+    Exact: nothing is computed differently.
     """
     shared = 0
     for number, group in enumerate(_groups(graph)):
@@ -95,7 +95,7 @@ def _mark_products(group: list[fx.Node], number: int) -> None:
 
 
 def _other_global_scale(gemm: fx.Node, scale: fx.Node) -> fx.Node | None:
-    """The one that a GEMM multiplies this one by, if cuBLASLt's runs and takes the product."""
+    """The global scale that a GEMM multiplies by this one, if cuBLASLt takes the product."""
     if not is_q2(gemm, GEMM):
         return None
     pair: Any = (gemm.args[_A], gemm.args[_B])

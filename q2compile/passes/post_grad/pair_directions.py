@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both quantizations of one matrix, along its rows and along its columns, from one read."""
+"""Quantize a matrix along its rows and along its columns from one read."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _keys(call: QuantizerCall) -> list[tuple[Any, Any]]:
 
 
 def _is_pair(first: fx.Node, second: fx.Node) -> bool:
-    """Whether two such calls can be one, in the place of the first."""
+    """Whether two such calls can be one, in place of the first."""
     call = quantizer_of(second)
     assert call is not None
     seed = call.operands[0].seed
@@ -107,12 +107,12 @@ def _is_pair(first: fx.Node, second: fx.Node) -> bool:
 
 
 def _groups(call: QuantizerCall) -> tuple[Any, ...]:
-    """Their ends, of a call that has some."""
+    """The ends of a call's groups; () if it has none."""
     return (call.args["offs"], call.args["padded_offs"]) if call.grouped else ()
 
 
 def _stands_before(first: fx.Node, needed: fx.Node) -> bool:
-    """Whether ``needed`` does, where it can be moved there after that."""
+    """Whether ``needed`` comes before ``first``, after moving it there if that is possible."""
     if is_q2(needed, PADDED_ENDS) and first < needed:
         offs: Any = needed.args[0]
         if offs < first:
@@ -136,7 +136,7 @@ def _both(first: fx.Node, second: fx.Node) -> QuantizerCall:
 
 
 def _replace(graph: fx.Graph, first: fx.Node, second: fx.Node) -> None:
-    """Put one call in the place of the first; its outputs 0-2 are the row's, 3-5 the column's."""
+    """Put one call in place of the first; its outputs 0-2 are the row's, 3-5 the column's."""
     row, column = _row_and_column(first, second)
     call = _both(first, second)
     with graph.inserting_before(first):

@@ -59,7 +59,7 @@ def sum_columns_pass(graph: fx.Graph) -> int:
 
 
 def _sums_columns(node: fx.Node) -> bool:
-    """Whether it is the sum in fp32 over the rows of a matrix."""
+    """Whether a node is the sum in fp32 over the rows of a matrix."""
     if node.target is not _aten.sum.dim_IntList or len(node.args) != 2:
         return False
     x: Any = node.args[0]
@@ -86,7 +86,7 @@ def _last_cast(node: fx.Node) -> fx.Node:
 
 
 def _with_dbias(node: fx.Node, dtype: torch.dtype) -> QuantizerCall | None:
-    """The call that sums columns, too, in the place of a quantizer; None where there is none."""
+    """A quantizer's call that also sums columns; None if no kernel serves one."""
     call = quantizer_of(node)
     if call is None or call.source_scheme is not None or not call.columnwise or call.grouped:
         return None

@@ -54,8 +54,8 @@ def swizzle_scales_pass(graph: fx.Graph) -> int:
 
 
 def swizzle_saved_scales_pass(graph: fx.Graph) -> int:
-    """The same for operands that the forward saves. Before the partitioner, since their readers
-    stand in both graphs:
+    """Swizzle the scales of operands that the forward saves. This runs before the partitioner,
+    since their readers are in both graphs:
 
     before, in the joint graph                    after
         q = quantize(x, scheme=S, ...)                q = quantize(x, scheme=S@32x4x4, ...)

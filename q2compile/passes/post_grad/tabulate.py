@@ -70,7 +70,7 @@ def _last_of_its_size(node: fx.Node) -> fx.Node:
 
 
 def _elements(node: fx.Node) -> int:
-    """0 where that is not known."""
+    """The number of elements of a node; 0 if it is not known."""
     value: Any = node.meta.get("val")
     size = value.numel() if isinstance(value, torch.Tensor) else 0
     return size if isinstance(size, int) else 0

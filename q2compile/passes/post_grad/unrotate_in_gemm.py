@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""QuEST's way back, masked and rotated, at the end of the GEMM that it follows."""
+"""Mask and rotate QuEST's gradient back in the epilogue of its GEMM."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def unrotate_in_gemm_pass(graph: fx.Graph) -> int:
         y = gemm(*a, *b, None, S, S, bf16)                dx = gemm_masked_unrotate(*a, *b, m,
         dx = masked_unrotate(y, m, "h32")                                     S, S, "h32", bf16)
 
-    A launch less, and of an element of the result the 4 bytes of writing and reading y. By data
-    sheet those take longer than what the epilogue computes more, on 10.x and on 12.x
+    This saves a launch, and the 4 bytes per element of writing and reading y. By data sheet those
+    take longer than what the epilogue computes more, on 10.x and on 12.x
     (examples/benchmarks/KERNEL_LOG.md, "Launches and GEMMs").
 
     Preconditions: nothing else reads y, which has no bias; Triton's kernel serves the GEMM, and the

@@ -62,7 +62,7 @@ def lines(trace: Iterable[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def _line(frames: Iterable[Mapping[str, Any]]) -> str:
-    """That of Inductor's code, if there is one; else the innermost."""
+    """The line of Inductor's code among the frames, if there is one; else the innermost."""
     frames = list(frames)
     generated = [frame for frame in frames if "torchinductor" in frame["filename"]]
     for frame in (generated or frames)[:1]:

@@ -156,7 +156,7 @@ def timed(row: BenchRow, times: Times | None, error: Exception | None = None) ->
 
 
 def failed(row: BenchRow, error: Exception) -> None:
-    """Notes what was raised in the place of a result."""
+    """Notes what was raised in place of a result."""
     own = str(error)
     row.why = " ".join(f"{type(error).__name__}: {own}".split())[:500]
     # Anything else than select() of a kernel that does not serve the arguments is a fault.

@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _traced(limit: float) -> None:
-    """Has a crash, and what still runs shortly before the limit, leave a traceback on stderr."""
+    """Makes a crash, and what still runs shortly before the limit, leave a traceback on stderr."""
     faulthandler.enable()
     if limit > 2 * _BEFORE_THE_LIMIT:
         faulthandler.dump_traceback_later(limit - _BEFORE_THE_LIMIT)

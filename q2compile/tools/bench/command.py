@@ -36,7 +36,7 @@ from q2compile.tools.bench.report import SCHEMA, Line, Log, doubts, faults, read
 
 _MOST_CHARACTERS = 4000  # characters of a process's stderr that a report keeps
 _GROUP = (sys.executable, "-m", "q2compile.tools.bench.child")
-_ON_CPU = ": no GPU that torch sees. C++ kernels and references at small sizes; no time means much"
+_ON_CPU = ": torch sees no GPU. C++ kernels and references run at small sizes; times say little"
 
 
 def run(options: Namespace) -> int:
@@ -88,7 +88,7 @@ def _print_machine(about: dict[str, Any], bench: Bench) -> None:
     print("versions  " + ", ".join(f"{name} {of}" for name, of in about["versions"].items()))
     print(f"units     {BENCH_UNITS}", flush=True)
     if bench.sheet is None and bench.on_gpu:
-        print("predicted nothing: q2compile/cost_model does not know this GPU", flush=True)
+        print("predicted nothing, because q2compile/cost_model does not know this GPU", flush=True)
 
 
 def _print_faults(lines: Sequence[Line]) -> list[str]:
@@ -138,7 +138,7 @@ def _ended_by(status: int) -> str:
 
 
 def _stop(process: subprocess.Popen) -> None:
-    """With what it has started: Inductor compiles in processes of its own."""
+    """Stop a process and what it has started: Inductor compiles in processes of its own."""
     if hasattr(os, "killpg"):
         os.killpg(process.pid, signal.SIGKILL)
     else:

@@ -22,7 +22,7 @@ _SIZE = 128
 
 def per_call(device: torch.device, few: int = 8, many: int = 40, repeats: int = 200) -> float:
     """Microseconds of a call of an op of two launches in a compiled graph, its buffers included:
-    the slope over how many calls there are. (On a CPU, where the op is the reference, that.)"""
+    the slope over how many calls there are. (On a CPU the op is the reference, which is timed.)"""
     x = torch.randn(_SIZE, _SIZE, device=device).bfloat16()
     seeds = torch.arange(many, device=device)
 

@@ -12,7 +12,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Block:
-    """Sizes: width, that of the MLP, heads of queries and of keys, sequences and their length."""
+    """A block's sizes: width, the MLP's width, heads of queries and keys, sequences and length."""
 
     width: int
     inner: int

@@ -55,7 +55,7 @@ class Model(nn.Module):
 
 def batch(step: int) -> torch.Tensor:
     """Tokens [batch, length + 1]: each follows from the one before and two random bits, so that a
-    model can get to 2 bits a token. Of a CPU's generator."""
+    model can get to 2 bits per token. Drawn from a CPU's generator."""
     generator = torch.Generator("cpu").manual_seed(1000 + step)
     shape = (_BLOCK.batch, _BLOCK.length + 1)
     bits = torch.randint(4, shape, generator=generator)

@@ -73,7 +73,7 @@ def state(device: torch.device) -> dict[str, str]:
 
 
 def asked(index: int, fields: Any) -> dict[str, str]:
-    """Fields of nvidia-smi; {} where it is not there or knows one of them not.
+    """Fields of nvidia-smi; {} where it is not there or does not know one of them.
 
     nvidia-smi counts all GPUs: the one of this process is named by its UUID.
     """

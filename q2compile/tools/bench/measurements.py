@@ -148,7 +148,7 @@ def _product(
 def _algorithms(
     arguments: Callable[[str], list[tuple[Any, ...]]], bias: torch.Tensor | None
 ) -> dict[str, cublaslt.Algorithm]:
-    """cuBLASLt's, by the name of a row; {} where its kernel serves no product here."""
+    """cuBLASLt's algorithms, by the name of a row; {} if its kernel serves no product here."""
     args = arguments(CUBLASLT_FP4)[0]
     try:
         select("gemm", args, CUBLASLT_FP4)
@@ -349,7 +349,7 @@ def on_host(bench: Bench) -> Iterator[BenchRow]:
 
 
 def _host_row(name: str, shape: tuple[int, ...], own: float, bf16: float | None = None) -> BenchRow:
-    """own, and bf16, are slopes: one that is not positive is no time."""
+    """A row of host times. own and bf16 are slopes, and one that is not positive is not a time."""
     if own <= 0 or (bf16 is not None and bf16 <= 0):
         why = f"{BUSY}: the time of more calls is not longer"
         return BenchRow("host", name, shape, NOISE, why=why)

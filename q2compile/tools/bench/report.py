@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of `q2compile bench`: a JSON object a line, flushed as each comes, so that a crash or
-a hang loses nothing of what was found before it.
+"""The report of `q2compile bench`: one JSON object per line, flushed as each comes, so that a crash
+or a hang loses nothing of what was found before it.
 
     kind       has
     machine    the device, versions of all that compiles or runs kernels, the command, the date
@@ -46,7 +46,7 @@ Line = dict[str, Any]
 
 
 class Times(NamedTuple):
-    """Microseconds."""
+    """Times in microseconds."""
 
     median: float
     minimum: float
@@ -114,7 +114,7 @@ def read(path: Path) -> list[Line]:
     """The lines of a report; a last one that was cut off is left out.
 
     Raises:
-        ValueError: it is no report.
+        ValueError: it is not a report.
     """
     lines: list[Line] = []
     texts = path.read_text(encoding="utf-8").splitlines()
@@ -125,10 +125,10 @@ def read(path: Path) -> list[Line]:
         except (ValueError, TypeError, KeyError):
             if number < len(texts):
                 raise ValueError(
-                    f"{path}, line {number}: no line of a report: {text[:80]!r}"
+                    f"{path}, line {number}: not a line of a report: {text[:80]!r}"
                 ) from None
     if not lines or lines[0]["kind"] != "machine":
-        raise ValueError(f"{path} is no report of `q2compile bench`: it has no line on the machine")
+        raise ValueError(f"{path} is not a report of `q2compile bench`: no line names the machine")
     if lines[0]["schema"] != SCHEMA:
         raise ValueError(f"{path} has schema {lines[0]['schema']}; this q2compile reads {SCHEMA}")
     return lines

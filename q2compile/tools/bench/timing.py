@@ -21,7 +21,7 @@ ROUNDS = 40
 
 
 def captured(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
-    """A graph of CALLS of them in turn."""
+    """A CUDA graph of CALLS of these calls, in turn."""
     calls[0]()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -34,7 +34,7 @@ def captured(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
 def time_in_turns(
     graphs: Mapping[str, torch.cuda.CUDAGraph], rounds: int = ROUNDS
 ) -> dict[str, list[float]]:
-    """Microseconds a call, by round."""
+    """Microseconds per call, by round."""
     events = []
     for graph in graphs.values():
         graph.replay()
@@ -51,7 +51,7 @@ def time_in_turns(
 
 
 def in_turns(steps: Mapping[str, Call], rounds: int = 12, calls: int = 4) -> dict[str, float]:
-    """Median milliseconds a call, the steps taking turns; launched by the host, and so as long as
+    """Median milliseconds per call, the steps taking turns; launched by the host, and so as long as
     the longer of the two."""
     times = step_times(steps, rounds, calls)
     return {name: 1e-3 * statistics.median(own) for name, own in times.items()}
@@ -60,7 +60,7 @@ def in_turns(steps: Mapping[str, Call], rounds: int = 12, calls: int = 4) -> dic
 def step_times(
     steps: Mapping[str, Call], rounds: int = 12, calls: int = 4
 ) -> dict[str, list[float]]:
-    """Microseconds a call, by round, as `in_turns`."""
+    """Microseconds per call, by round, measured as `in_turns` does."""
     for step in steps.values():
         for _ in range(3):
             step()

@@ -12,7 +12,7 @@ from q2compile.tools.compare.table import text
 
 
 class Comparison(Measurements):
-    """The measurements; printing them gives the table, worst module first."""
+    """The result of `compare`. Print it to see the table, worst module first."""
 
     def draw(self, path: str | Path) -> None:
         """The ranking as a picture, of the kind that the path's ending names (png, svg, pdf).

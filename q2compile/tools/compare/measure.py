@@ -42,12 +42,12 @@ def compare(
 
     model      in the mode, on the device and in the dtypes it is trained in; call `compare` under
                the autocast it is trained under. Its weights, gradients, buffers and torch's random
-               state are afterwards what they were.
+               state are restored afterwards.
     batches    a few: each is what the model is called with, a mapping of keyword arguments, a tuple
                of positional ones, or a tensor
-    recipe     of quartet2, as the option of torch.compile; ``options``: others of them ("policy",
+    recipe     the option of torch.compile; ``options`` has others of them ("policy",
                "global_scale")
-    loss       of the model's output, a tensor of one element; by default its ``loss``, or itself
+    loss       from the model's output to a tensor of one element; default: its ``loss``, or itself
     optimizer  parameters -> an optimizer: both losses are then those of training over the batches,
                from the same weights; without it all batches are run with the weights as they are
     alone      whether each module is also run as the only one that is quantized, and each kind of
@@ -62,13 +62,13 @@ def compare(
     - of the gradient of all parameters the relative error of the recipe, of each of its GEMMs
       alone, and of each module alone.
 
-    Raises ValueError for what is no nn.Module, for options that can't be used, for no batches, for
-    an output without a loss, and when no matmul of the model is taken.
+    Raises ValueError for a model that is no nn.Module, for options that can't be used, for no
+    batches, for an output without a loss, and when no matmul of the model is taken.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"compare: got {shown(model)} for a model; allowed: an nn.Module, whose parameters' "
-            "gradients are compared. Make a function that runs a model the forward of one"
+            "gradients are compared. Wrap a function in an nn.Module whose forward calls it"
         )
     original = original_module(model)
     model = model if original is None else original

@@ -26,7 +26,7 @@ RUNS = ("all", *GEMMS)  # the whole recipe, and each of its GEMMs alone
 
 @dataclass
 class ModuleError:
-    """One module.
+    """The errors and costs of one module.
 
     shape       "T×N×K"; of the first of its matmuls if it has more than one
     fprop, dgrad, wgrad   relative error of that GEMM's result on the operands of the run in bf16;
@@ -65,8 +65,8 @@ class ModuleError:
         effect: float | None,
         fp8_effect: float | None,
     ) -> ModuleError:
-        """From the module's rows under the recipe and under fp8. Each shape that was compiled
-        counts once."""
+        """The errors of a module from its rows under the recipe and under fp8. Each shape that was
+        compiled counts once."""
         rows, in_fp8 = (list({r.shape: r for r in of}.values()) for of in (rows, in_fp8))
         flops = [row.flops for row in rows if isinstance(row.flops, int)]
 
@@ -207,6 +207,6 @@ class Measurements:
 
 
 def check_budget(budget: object) -> None:
-    """Raises ValueError for what is no share."""
+    """Raises ValueError unless ``budget`` is a share."""
     if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 <= budget <= 1:
         raise ConfigError(f"budget: got {shown(budget)}; allowed: a share, from 0 to 1")

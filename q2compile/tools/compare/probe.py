@@ -90,7 +90,7 @@ class Probes:
 
 
 def _probe(gm: fx.GraphModule, probes: Probes, names: dict[int | None, str]) -> None:
-    """Put a `Probe` in the place of each matmul that was taken.
+    """Put a `Probe` in place of each matmul that was taken.
 
     before    y = torch.ops.q2.linear.default(x, w, b, 'nvfp4 @ nvfp4', ..., 3)
     after     y = self.probe_3(x, w, b)

@@ -47,7 +47,7 @@ def _all_modules(c: Measurements) -> list[str]:
 
 
 def _modules(c: Measurements) -> list[str]:
-    """One line a module, worst first.
+    """One line per module, worst first.
 
     share: its part of the gradient's squared error; effect: the gradient's error with this module
     alone quantized; fp8: that in FP8; fprop, dgrad, wgrad: each GEMM's own error; gradient: of its

@@ -55,8 +55,8 @@ def _notes(job: Job, done: Exported) -> list[str]:
     if job.is_hugging_face and job.fmt.name == "compressed-tensors":
         if stacks and job.fmt.global_scale is not None:
             notes.append(
-                f"transformers (seen in 5.23) loads experts without their global scale: wrong, "
-                f"and without an error: {stacks[0]} and {len(stacks) - 1} more"
+                f"transformers (seen in 5.23) ignores the global scale of experts, so their values "
+                f"are wrong, without an error: {stacks[0]} and {len(stacks) - 1} more"
             )
         if transposed:
             notes.append(

@@ -44,7 +44,7 @@ def export(
     max_shard_bytes: int | str = "5GB",
 ) -> Exported:
     """Write ``model`` into ``folder`` as an inference checkpoint: the layers that the policy takes
-    by the codes that their forward multiplies, bit for bit, everything else as it is.
+    as the codes that their forward multiplies, bit for bit, and everything else as it is.
 
     Args:
         model: trained, compiled by this backend or not, on any device; also under DDP, FSDP2 or

@@ -4,7 +4,7 @@ configuration says of them.
 
     compressed-tensors   nvfp4-pack-quantized, or mxfp4-pack-quantized where all codes are MXFP4
     modelopt             NVIDIA ModelOpt's NVFP4, hf_quant_config.json
-    safetensors          every scheme and rotation, one entry a parameter in q2compile_export.json
+    safetensors          every scheme and rotation, one entry per parameter in q2compile_export.json
 
 Sources: compressed-tensors 0.20 (`compressors/nvfp4`, `compressors/mxfp4`), nvidia-modelopt 0.47
 (`torch/export`), and vLLM's loaders of both (`quantization/compressed_tensors`, `modelopt.py`).

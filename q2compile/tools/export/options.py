@@ -62,7 +62,7 @@ def _check_names(places: set[str], config: Config) -> None:
 
 
 def _of_weights(config: Config) -> Config:
-    """Without telemetry, whose patterns say nothing of a model's weights."""
+    """The options without telemetry, whose patterns say nothing of a model's weights."""
     return replace(config, telemetry=None)
 
 

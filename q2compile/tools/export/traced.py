@@ -102,7 +102,7 @@ class Trace:
                 self.left[use.site] = "it is in no module that was compiled"
 
     def see(self, x: Tensor, sites: Sequence[str], dtype: torch.dtype) -> None:
-        """The activations of a matmul."""
+        """Note the activations of a matmul."""
         with torch.no_grad():
             x = x.values() if x.is_nested else x
             x = x.full_tensor() if isinstance(x, DTensor) else x

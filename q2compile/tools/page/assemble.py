@@ -52,7 +52,7 @@ def assemble(
 
 
 def script_json(value: Any) -> str:
-    """JSON that can stand in a script element, whatever is in its strings."""
+    """JSON that may be put into a script element, whatever is in its strings."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")

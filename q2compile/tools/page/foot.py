@@ -12,7 +12,7 @@ _FACTS = ("versions", "commit", "device", "date", "command", "options")
 
 
 def foot(run: Mapping[str, Any]) -> str:
-    """HTML; "" where nothing is known of the run."""
+    """The foot as HTML; "" if nothing is known of the run."""
     facts = [(name, _text(run[name])) for name in _FACTS if run.get(name)]
     if not facts:
         return ""

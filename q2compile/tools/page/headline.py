@@ -38,7 +38,7 @@ def of_records(telemetry: Mapping[str, Any]) -> list[str]:
 
 
 def bytes_words(n: float) -> str:
-    """3.4 MiB."""
+    """A number of bytes in words, such as 3.4 MiB."""
     unit = 0
     while n >= 1024 and unit < len(_UNITS) - 1:
         n, unit = n / 1024, unit + 1
@@ -97,7 +97,7 @@ def _without_weight(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         return []
     one = n == 1
     return [
-        f"{n} {'product' if one else 'products'} of activations "
+        f"{n} {'matmul' if one else 'matmuls'} of two activations "
         f"{'has' if one else 'have'} no weight and {'stays' if one else 'stay'} as "
         f"{'it is' if one else 'they are'}."
     ]
@@ -118,7 +118,7 @@ def _times(taken: Sequence[Mapping[str, Any]]) -> list[str]:
     sentences = []
     if ratios := predicted_ratios(taken):
         each = ", ".join(f"on {name} {time_words(ratio)}" for name, ratio in ratios.items())
-        of = "for the quantizers and GEMMs of these matmuls alone"
+        of = "counting only the GEMMs and quantizers of these matmuls"
         sentences.append(f"Predicted from data sheets, {of}: {each}.")
     measured = [row["measured"] for row in taken if row["measured"]]
     for device in dict.fromkeys(times["device"] for times in measured):
@@ -128,7 +128,7 @@ def _times(taken: Sequence[Mapping[str, Any]]) -> list[str]:
         )
         sentences.append(f"Measured on {device}, each alone: {time_words(own / bf16)}.")
     if ratios and not measured:
-        sentences.append("Not measured (q2compile report --measure does).")
+        sentences.append("Not measured: q2compile report --measure does that.")
     return sentences
 
 

@@ -40,7 +40,7 @@ def read_dump(folder: Path) -> tuple[list[dict[str, Any]], list[str], dict[int, 
         if (folder.resolve().parent / source.name).is_file():
             hint = f"; it is inside a dump: name {folder.resolve().parent}"
         raise ConfigError(
-            f"{folder}: no report.json here, so this is no dump folder, and no records of "
+            f"{folder}: this folder holds neither a dump (no report.json) nor records of "
             f'telemetry{hint}. Write one with options={{"dump": "graphs/"}}, or '
             'options={"telemetry": {"to": "telemetry/"}}'
         )

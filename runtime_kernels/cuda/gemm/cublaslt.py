@@ -135,7 +135,7 @@ class Descriptors:
             self._set("MatmulPreference", self.preference, attribute, number)
 
     def set(self, attribute: int, value) -> None:
-        """An attribute of the operation."""
+        """Set an attribute of the operation."""
         self._set("MatmulDesc", self.operation, attribute, value)
 
     def _set(self, kind: str, of: ctypes.c_void_p, attribute: int, value) -> None:
@@ -275,7 +275,7 @@ def plan(product: GemmKind, wanted: Sequence[int] | None = None) -> Plan:
 
 
 def forget_plans() -> None:
-    """As in a new process: the algorithm of each product is chosen again."""
+    """Forget all plans, as in a new process: the algorithm of each product is chosen again."""
     _PLANS.clear()
 
 

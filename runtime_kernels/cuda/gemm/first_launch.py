@@ -70,14 +70,14 @@ UNENDED = "its first large launch did not end in an earlier process"
 
 
 def needed(m: int, n: int, k: int) -> bool:
-    """Whether a product is large enough."""
+    """Whether a product is large enough to be compared."""
     return 2 * m * n * k >= FLOPS
 
 
 def rows_class(m: int) -> tuple[int, int]:
     """Products whose counts of rows are of one class are compared once: counts between the same
     powers of two, that are divisible by the same power of two. An algorithm takes other paths for
-    the last tile, for few tiles and for many, and others met a fault at 3072 rows alone."""
+    the last tile, for few tiles and for many, and a fault at only 3072 rows was reported."""
     return m.bit_length(), m & -m
 
 
@@ -172,8 +172,8 @@ def disagreement(op: str, name: str, device: torch.device, call: Sequence[Any]) 
 
 @contextmanager
 def marked(what: Request | None) -> Iterator[None]:
-    """Around the launch and its comparison. The mark stays if the process ends here, or if the
-    device fails."""
+    """A context for the launch and its comparison. The mark stays if the process ends here, or if
+    the device fails."""
     if what is None:
         yield
         return
@@ -217,8 +217,8 @@ def compare(
 def compare_grouped(
     what: Request, out: torch.Tensor, a: Factor, b: Factor, offs: torch.Tensor, gemm: str
 ) -> None:
-    """The same for a result of q2::grouped_gemm (ops/grouped_gemm.py): rows of some groups, from
-    all over, and the rows of no group, which must be zero."""
+    """Compares a result of q2::grouped_gemm (ops/grouped_gemm.py): rows of some groups, from all
+    over, and the rows of no group, which must be zero."""
     _compare(what, out, lambda: _worst_of_groups(out, a, b, offs, gemm))
 
 
@@ -340,7 +340,7 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _rows_of(factor: Factor, rows: torch.Tensor) -> Factor:
-    """Those rows of an operand, with scales that are not swizzled and one a row."""
+    """The given rows of an operand, with scales that are not swizzled and one per row."""
     codes, scales, global_scale, spec = factor
     if spec.swizzled:
         scales = unswizzle_32x4x4(scales, codes.shape[0], 2 * codes.shape[1] // spec.width)

@@ -38,7 +38,7 @@ def unserved(index: int, dtype: torch.dtype, *sizes) -> str | None:
     if dtype != torch.bfloat16:
         return f"torch's grouped product on the device is one of bfloat16, not of {dtype}"
     odd = [size for size in sizes if isinstance(size, int) and size % 8]
-    return f"its rows are to be multiples of 16 bytes, not {2 * odd[0]}" if odd else None
+    return f"its rows must be multiples of 16 bytes, not {2 * odd[0]}" if odd else None
 
 
 def _unsupported(a, b, offs) -> str | None:

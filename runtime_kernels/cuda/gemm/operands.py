@@ -12,7 +12,7 @@ ALIGNMENT = 16  # bytes, of every operand and of the rows of codes
 
 def two_formats(a_scheme: str, b_scheme: str) -> str | None:
     formats = get_scheme(a_scheme).format, get_scheme(b_scheme).format
-    return None if formats[0] == formats[1] else f"one operand is {formats[0]}, one {formats[1]}"
+    return None if formats[0] == formats[1] else f"the operands are {formats[0]} and {formats[1]}"
 
 
 def reads_codes(a_scheme: str, b_scheme: str) -> str | None:
@@ -54,5 +54,5 @@ def padded(codes: torch.Tensor, rows: int, width: int) -> torch.Tensor:
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
-    """A view may begin anywhere."""
+    """The tensor, copied if it does not begin on 16 bytes: a view may begin anywhere."""
     return x.clone() if x.data_ptr() % ALIGNMENT else x

@@ -166,8 +166,8 @@ def _gemm(
 
 @contextmanager
 def compiling(op: str, device: torch.device, variant: Hashable) -> Iterator[None]:
-    """Around a launch by an op: a variant that Triton cannot compile is compiled once, not for
-    each count of tokens.
+    """A context for a launch by an op: a variant that Triton cannot compile is compiled once, not
+    for each count of tokens.
 
     Raises:
         LaunchError: it failed before.

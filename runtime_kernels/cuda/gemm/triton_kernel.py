@@ -3,7 +3,7 @@
 Blackwell (tcgen05 with block scales on 10.x, mma with block scales on 12.x).
 
     a [M, K/2], b [N, K/2]    packed codes; M and N any, K whole blocks
-    a_scales, b_scales        swizzled (numerics/swizzle.py): 512 bytes that lie together are those
+    a_scales, b_scales        swizzled (numerics/swizzle.py): each 512 contiguous bytes are those
                               of 128 rows and 4 blocks, so that a tile's come in loads of 16 bytes
     out [M, N] = (sum over k of a * b) * (a_global * b_global) + bias
 
@@ -62,8 +62,8 @@ _TILES = {
 
 
 def choose_tile(major: int, m: int, n: int, multiprocessors: int, results: int = 1) -> Tile:
-    """For so many results [m, n] in one launch: the large tile where at least one wave of them is
-    full, otherwise the small one."""
+    """The tile for so many results [m, n] in one launch: the large one where at least one wave of
+    them is full, otherwise the small one."""
     large, small = _TILES[min(_TILES, key=lambda known: (known > major, major - known))]
     tiles = results * ceil_div(m, large.m) * ceil_div(n, large.n)
     return large if tiles >= multiprocessors else small

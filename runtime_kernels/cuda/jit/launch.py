@@ -294,7 +294,7 @@ def unsupported(index: int) -> str | None:
     if reason is not None:
         warnings.warn(
             f"q2compile: none of its CUDA kernels runs on cuda:{index}: {reason}\n"
-            "Inductor's kernels and the torch references run in their place, slower.",
+            "Inductor's kernels and the slower torch references run instead.",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -74,7 +74,7 @@ def capability_of(device: int | torch.device | None) -> Version:
 
 
 def family_of(capability: Version) -> Family | None:
-    """None for GPUs without fp4 tensor cores, and for unknown ones."""
+    """The family of a GPU; None for GPUs without fp4 tensor cores, and for unknown ones."""
     return None if capability in _NOT_OF_THE_FAMILY else FAMILIES.get(capability[0])
 
 

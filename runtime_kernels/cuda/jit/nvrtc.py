@@ -4,7 +4,7 @@
 The sources include no CUDA header, so that NVRTC alone compiles them: no toolkit, no host compiler,
 no GPU. A variant is one entry point with its defines; the entry point has the name of the file.
 
-The cache holds one file a cubin, named by the hash of everything that went into it: sources,
+The cache holds one file per cubin, named by the hash of everything that went into it: sources,
 defines, architecture, options, and the version of NVRTC. A file that was shortened or changed since
 is replaced (cache_folder.py). The folder is $Q2COMPILE_CACHE_DIR, or q2compile under
 $XDG_CACHE_HOME or ~/.cache; deleting it costs a second at the next start.

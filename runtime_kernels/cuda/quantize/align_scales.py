@@ -62,7 +62,7 @@ class Alignment(TailStep):
 
     thread_blocks: for each operand, and for each of the sums.
     sums: column sums that it adds up as well.
-    summing: the variant that adds up sums, used in the place of `launch` if there are any.
+    summing: the variant that adds up sums, used in place of `launch` if there are any.
     """
 
     thread_blocks: int

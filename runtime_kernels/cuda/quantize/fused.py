@@ -88,7 +88,7 @@ def fused_plan(
 
 
 def prepare(prologue: PrologueExpression, call: QuantizerCall, index: int) -> list[Future]:
-    """Has NVRTC begin to compile the kernels of such a call, in threads."""
+    """Starts the compilation of the kernels of such a call by NVRTC, in threads."""
     needed = launches(
         SOURCES[prologue.dtype],
         call.scheme,
@@ -199,7 +199,7 @@ def representative(operands: int = 1, dtype: torch.dtype = torch.bfloat16) -> Pr
 
 
 def representative_inputs() -> list[torch.Tensor]:
-    """Its inputs, on the CPU."""
+    """The inputs of `representative`, on the CPU."""
     generator = torch.Generator("cpu").manual_seed(1)
 
     def normal(*shape: int) -> torch.Tensor:

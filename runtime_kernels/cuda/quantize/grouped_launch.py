@@ -74,7 +74,7 @@ def grouped_plan(
 
 
 def compile_ahead(calls: Iterable[Iterable[Launch]], index: int) -> list[Future]:
-    """Has NVRTC begin to compile the batched launches of a group, which no call has by itself, in
+    """Starts the compilation of a group's batched launches, which no call has by itself, in
     threads.
 
     calls: the launches that each may have (Launching.launches).
@@ -154,7 +154,7 @@ class _Slots:
         return BufferSlot(self._workspace, self._parts[i] + offset)
 
     def of_all(self, i: int, structs: Sequence[Any]) -> list[Any]:
-        """The same for structs of fields."""
+        """The slots of structs of fields, moved as `of` moves those of one."""
         return [type(each)(*(self.of(i, field) for field in each)) for each in structs]
 
     def output(self, i: int, number: int) -> BufferSlot:
@@ -168,7 +168,7 @@ class _Slots:
 
 
 def _sums(sizes: Any) -> list[int]:
-    """0, the first size, the sum of the first two, ..., of all."""
+    """The running sums: 0, the first size, the sum of the first two, ..., of all."""
     found = [0]
     for size in sizes:
         found.append(found[-1] + size)

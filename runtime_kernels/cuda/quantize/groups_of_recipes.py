@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grouped launches that `q2compile doctor` checks: those of linears by the published recipes,
-forward and backward. Training checks all of its own before their first use (grouped_check.py)."""
+"""The grouped launches that `q2compile doctor` checks: those of linears under the published
+recipes, forward and backward. Training checks all of its own before their first use
+(grouped_check.py)."""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ _ROW, _COLUMN = (0, 2), (0, 5)  # the global scales of a first call with both op
 
 
 def groups_of_recipes(codes: bool) -> Iterator[Group]:
-    """codes: whether the GPU's GEMMs read codes, with swizzled scales and one product of global
-    scales; else dequantized operands."""
+    """Groups that the recipes launch. codes: whether the GPU's GEMMs read codes, with swizzled
+    scales and one product of global scales; else dequantized operands."""
     for variant, scheme in _FORWARD:
         calls = [(variant, scheme + SWIZZLED * codes)] * 2
         yield _group(calls, [ScaleProduct(_ROW, (1, 2))] if codes else [])
@@ -57,7 +58,7 @@ def groups_of_recipes(codes: bool) -> Iterator[Group]:
 
 
 def _of_nvfp4(codes: bool) -> Iterator[Group]:
-    """Blocks of 16x16 for weights, which Inductor kernels make but for their scales."""
+    """Groups of nvfp4: Inductor kernels make its 16x16 blocks of weights, but not their scales."""
     weight: Checked = (SPLIT_SCALES, "nvfp4_16x16_pow2")
     if not codes:
         yield Group(((COLUMNS_ROTATED, "nvfp4_pow2"), weight))
@@ -70,6 +71,6 @@ def _of_nvfp4(codes: bool) -> Iterator[Group]:
 
 
 def _group(calls: Sequence[Checked], products: Sequence[ScaleProduct]) -> Group:
-    """MXFP4 has no global scales to multiply."""
+    """A group of calls, without products for MXFP4, which has no global scales to multiply."""
     is_nvfp4 = get_scheme(calls[0][1]).format == "nvfp4"
     return Group(tuple(calls), tuple(products) if is_nvfp4 else ())

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launch plans of the quantizers.
 
-Two launches a call: rotate_quantize.cu makes the codes; the tail kernel, align_scales.cu, makes
+Two launches per call: rotate_quantize.cu makes the codes; the tail kernel, align_scales.cu, makes
 what depends on the maximum of the whole tensor. Generated code has one tail launch for several
 calls (grouped_launch.py). A scheme with an exact global scale needs the maximum first: there
 rotate_quantize.cu reads the operand twice.
@@ -148,7 +148,7 @@ def tail_launch(op: str, args: Sequence[Any]) -> Launch | None:
 
 
 def tail_launch_of_scheme(spec: Scheme, rotation: Transform) -> Launch | None:
-    """The same by scheme and transform."""
+    """The tail kernel by scheme and transform, as `tail_launch` gives it."""
     return (
         None if ScaleRule.of(spec) == ScaleRule.EXACT else align_launch(spec, rotation.size == 128)
     )
@@ -267,7 +267,7 @@ def quantizer_plan(
 
 
 def _norm(source: int, rotation: Transform) -> float:
-    """That of the rotation; the kernel works on an nvfp4 source's code * scale * 2^-7."""
+    """The rotation's norm; for nvfp4 sources the kernel works on code * scale * 2^-7."""
     nvfp4 = source in (SOURCES["nvfp4"], SOURCES["nvfp4" + SWIZZLED], ROUNDED, ROUNDED_SWIZZLED)
     return rotation.norm * (128 if nvfp4 else 1)
 

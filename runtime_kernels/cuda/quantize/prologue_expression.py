@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prologue expressions. Each computes a matrix element by element, or two matrices of one size.
-rotate_quantize.cu computes it in the place of reading its operand. lowering/prologue/expressions.py
+rotate_quantize.cu computes it in place of reading its operand. lowering/prologue/expressions.py
 makes it from Inductor's IR.
 
 Steps are numbered in order; an integer argument is the index of an earlier step. The result of a
@@ -111,7 +111,7 @@ def arguments_of(step: Step) -> tuple[int, ...]:
 
 
 def renumbered(step: Step, number: Mapping[int, int]) -> Step:
-    """The same step, where others have new numbers."""
+    """The same step with the new numbers of other steps."""
     name, *args = step
     if name == "load":
         return (name, *args[:3], number.get(args[3], -1))
@@ -210,5 +210,5 @@ def index_value(text: str, r: Any, c: Any) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def _code(text: str) -> CodeType:
-    """Parsed once, not for each value."""
+    """The compiled text of an index, parsed once, not for each value."""
     return compile(text, "<index>", "eval")

@@ -58,7 +58,7 @@ def why_not(call: QuantizerCall) -> str | None:
     """None if the kernels serve such a call on some device; otherwise the reason in words."""
     rule = ScaleRule.of(call.scheme)
     if call.recorded:
-        return "statistics are computed beside the kernel of the same call without them"
+        return "statistics are computed after the kernel of the same call without them"
     if call.by_scales and call.x.dtype != torch.bfloat16:
         return f"it rounds bf16 to given scales, not {call.x.dtype}"
     if call.dbias is not None and rule == ScaleRule.EXACT:
@@ -74,7 +74,7 @@ def why_not(call: QuantizerCall) -> str | None:
 
 
 def rows_too_far_apart(x: torch.Tensor) -> bool:
-    """Whether it is known of a matrix, of rows or of columns, that they lie 2^32 bytes apart."""
+    """Whether rows, or columns, of a matrix are known to be 2^32 bytes apart."""
     steps = (step * x.element_size() for step in x.stride())
     return any(statically_known_true(step >= 1 << 32) for step in steps)
 

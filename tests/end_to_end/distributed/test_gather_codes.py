@@ -275,7 +275,7 @@ def test_a_gather_by_hand_gives_values(two: Found) -> None:
         ),
         (
             "attach",
-            ["rank 0 called it, and rank 1 not", "rank 0 called it, and rank 1 not"],
+            ["rank 0 called it, rank 1 did not", "rank 0 called it, rank 1 did not"],
         ),
         ("model", ["on a model with 6 weights", "on a model with 2 weights"]),
     ],
@@ -292,8 +292,8 @@ def test_a_replica_s_fault_is_an_error_on_all_ranks(four: Found) -> None:
         policy, attach = rank["fault_policy"].error, rank["fault_attach"].error
         read = "the codes nvfp4_46_pow2" if i < 2 else "values"
         assert f"rank {i} reads {read}, another rank does not" in policy
-        who = f"rank {i} called it, and ranks 2, 3 not"
-        assert (who if i < 2 else f"ranks 0, 1 called it, and rank {i} not") in attach
+        who = f"rank {i} called it, ranks 2, 3 did not"
+        assert (who if i < 2 else f"ranks 0, 1 called it, rank {i} did not") in attach
 
 
 def test_a_model_without_fsdp_is_refused() -> None:

@@ -101,7 +101,7 @@ LEFT = {
     "einsum 'btk,nk->bt' is not": lambda m, x: torch.einsum("btk,nk->bt", x, m.w),
     "einsum 'btk,nk->n' is not": lambda m, x: torch.einsum("btk,nk->n", x, m.w),
     "an unsupported form": lambda m, x: torch.tensordot(x, m.v, 1),
-    "a product in an unsupported form": lambda m, x: torch.inner(x, m.w),
+    "a matmul in an unsupported form": lambda m, x: torch.inner(x, m.w),
     "attention": lambda m, x: F.scaled_dot_product_attention(x, x, x),
     "other than two operands": lambda m, x: torch.einsum("btk,kn,nj->btj", x, m.v, m.w),
     "bilinear": lambda m, x: F.bilinear(x, x.new_ones(2, 5, N), m.cube),

@@ -454,8 +454,8 @@ def test_the_report_shows_predictions_and_what_they_stand_on(tmp_path):
     times = [f"{r.predicted[d.column]['time']:.2f}" for r in report.rows for d in DEVICES]
     assert [word for line in text[2:4] for word in line.split()[-2:]] == times
     assert text[-1] == f"note: {ASSUMPTIONS}"
-    of = "for the GEMMs taken and their quantizers, not for a step: "
-    assert text[-2].startswith(f"note: predicted time over BF16's, {of}")
+    of = "predicted time of the GEMMs taken and their quantizers (not of a step), divided by "
+    assert text[-2].startswith(f"note: {of}BF16's: ")
     page = report.to_html(tmp_path / "report.html")
     data = data_of(page)
     assert [d["column"] for d in data["devices"]] == [d.column for d in DEVICES]

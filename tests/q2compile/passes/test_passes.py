@@ -390,7 +390,7 @@ class TestSpec:
         x = b.placeholder("primals_1", 16, 64)
         seed = b.call(q2.seed.default, x, 0)
         gm = b.done(seed)
-        with pytest.raises(GraphSpecError, match="draws in a forward graph"):
+        with pytest.raises(GraphSpecError, match="draws a seed in a forward graph"):
             check_spec(gm.graph, "forward", "here")
 
     def test_operands_with_different_signs(self):

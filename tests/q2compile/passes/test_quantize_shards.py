@@ -243,7 +243,7 @@ def test_stacks_of_experts(dim, transposed, rows, columns, height) -> None:
         ),
         (
             {"scheme": "nvfp4", "amax": True},
-            "its global scale follows from the largest element of the whole",
+            "its global scale depends on the largest element of the whole weight",
         ),
         ({"scheme": "nvfp4_sr_pow2"}, "it draws random bits, which depend on the position"),
         ({"cut": True}, "views between the gather and the quantizer cut or join it in another way"),

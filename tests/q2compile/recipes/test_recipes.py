@@ -82,7 +82,7 @@ def test_an_operand_of_ones_own():
         ({"base": "quartet2", "wgrad": {"x": {"schema": "a"}}}, "did you mean 'scheme'?"),
         ({"base": "quartet2", "wgrad": {"x": {"scheme": "nvfp5"}}}, "did you mean 'nvfp4'?"),
         ({"base": "quartet2", "wgrad": {"x": {"transform": "rht32"}}}, "the rotations cancel only"),
-        ({"base": "quartet2", "wgrad": {"x": {"scheme": "nvfp4_sr"}}}, "on one operand alone"),
+        ({"base": "quartet2", "wgrad": {"x": {"scheme": "nvfp4_sr"}}}, "on only one operand"),
         ({"base": "tetrajet2", "wgrad": {"x": {"scheme": "nvfp4_ms_eden"}}}, "few tokens"),
         ({"base": "quartet2", "dgrad": {"dy": {"source": "requantize"}}}, "have another source"),
         ({"base": "quartet2", "fprop": {"x": {"scheme": "nvfp4_sr"}}}, "must be deterministic"),

@@ -52,7 +52,7 @@ def test_a_run_on_a_cpu(tmp_path, capsys, monkeypatch, fresh_compiler, in_proces
     out = tmp_path / "bench.jsonl"
     assert cli.main(["bench", "--out", str(out)]) == 0
     printed, lines = capsys.readouterr().out, read(out)
-    assert printed.startswith("device    CPU") and "no GPU that torch sees" in printed
+    assert printed.startswith("device    CPU") and "torch sees no GPU" in printed
     assert f"units     {BENCH_UNITS}\n" in printed
     assert "faults    none" in printed
     assert (lines[0]["kind"], lines[-1]["kind"]) == ("machine", "done")

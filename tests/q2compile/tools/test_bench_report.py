@@ -110,8 +110,8 @@ def test_times_that_are_not_to_be_relied_on(report) -> None:
 @pytest.mark.parametrize(
     "content, match",
     [
-        ("", "has no line on the machine"),
-        ("no json\n{}\n", "line 1: no line of a report"),
+        ("", "no line names the machine"),
+        ("no json\n{}\n", "line 1: not a line of a report"),
         (json.dumps({"kind": "machine", "schema": 1}) + "\n", "has schema 1; this q2compile reads"),
     ],
 )

@@ -149,7 +149,7 @@ BAD = {
     ("130501", "3.7.0", (12, 0)): ["cuBLAS 13.5.1: matmuls fail"],
     ("130501", "3.7.0", (10, 0)): [],
     ("130600", "3.4.0", (12, 0)): ["Triton 3.4.0: tl.dot_scaled multiplies in bf16"],
-    ("130600", "3.8.0+git1", (10, 3)): ["Triton 3.8.0: tl.dot_scaled takes an E8M0 scale"],
+    ("130600", "3.8.0+git1", (10, 3)): ["Triton 3.8.0: tl.dot_scaled reads an E8M0 scale"],
     ("130400", "3.8.0", (9, 0)): [],  # no fp4 tensor cores
     ("", "", (10, 0)): [],
 }

@@ -435,7 +435,7 @@ def test_groups_that_triton_does_not_multiply(gpu, monkeypatch, format_):
     for schemes, why in (
         ((FORMATS[format_] + DEQUANTIZED,) * 2, "it reads codes"),
         ((FORMATS[format_] + SWIZZLED,) * 2, "plain scales"),
-        (tuple(FORMATS.values()), "one operand is nvfp4, one mxfp4"),
+        (tuple(FORMATS.values()), "the operands are nvfp4 and mxfp4"),
     ):
         with pytest.raises(ValueError, match=why):
             select("grouped_gemm", (*args[:7], *schemes, *args[9:]), "triton_fp4")

@@ -90,7 +90,7 @@ def _permuted(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
 
 
 def _inserted(a: np.ndarray, b: np.ndarray, first: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """bfi: the lowest bits of a, as many as `count`, in the place of those of b from `first` on."""
+    """bfi: the lowest bits of a, as many as `count`, in place of those of b from `first` on."""
     first, count = (x.astype(U64) & U64(255) for x in (first, count))
     ones = (U64(1) << np.minimum(count, U64(32))) - U64(1)
     mask, moved = ones << np.minimum(first, U64(32)), (a & ones) << np.minimum(first, U64(32))

@@ -112,7 +112,7 @@ def test_a_function(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["nowhere:", "{folder}/out"], "allowed: FILE.py:FUNCTION"),
         (["nowhere", "{folder}"], "is a folder that is not empty"),
         (["{folder}/setup_export.py:empty", "{folder}/out"], "there is no batch"),
-        (["{folder}/setup_export.py:tensor", "{folder}/out"], "got a Tensor in the place of"),
+        (["{folder}/setup_export.py:tensor", "{folder}/out"], "got a Tensor in place of"),
         (["{folder}/setup_export.py:mapping", "{folder}/out"], "Put a single batch into a list"),
         (["nowhere", "{folder}/out", "--recipe", "quartet3"], "did you mean 'quartet'"),
         (["nowhere", "{folder}/out", "--options", "none.json"], "none.json: No such file"),

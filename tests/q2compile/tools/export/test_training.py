@@ -136,7 +136,7 @@ def test_patterns_that_match_nothing(tmp_path: Path) -> None:
 
 
 class Counting(nn.Module):
-    """Its forward updates buffers: in place, and by putting another in the place of one."""
+    """Its forward updates buffers: in place, and by putting another in place of one."""
 
     def __init__(self) -> None:
         super().__init__()

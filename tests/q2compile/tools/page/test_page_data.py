@@ -163,13 +163,13 @@ def test_the_headline_of_a_model(dumped):
         "Left in BF16: head (policy: 'head' says bf16), "
         "tiny (too small: the weight is [8, 32], a block has 16 values)."
     )
-    assert products == "8 products of activations have no weight and stay as they are."
+    assert products == "8 matmuls of two activations have no weight and stay as they are."
     start = r"For the backward pass the matmuls taken save .* where BF16 takes .*: 4\.\d\d bits "
     assert re.fullmatch(rf"{start}per element instead of 16\.", saved)
     assert predicted.startswith(
-        "Predicted from data sheets, for the quantizers and GEMMs of these matmuls alone: on B200 "
+        "Predicted from data sheets, counting only the GEMMs and quantizers of these matmuls: "
     )
-    assert measured == "Not measured (q2compile report --measure does)."
+    assert measured == "Not measured: q2compile report --measure does that."
 
 
 def test_measured_times(dumped):

@@ -65,7 +65,7 @@ def test_parts_of_a_run_are_found_where_they_lie(run, tmp_path, capsys):
     assert cli.main(["report", str(run / "telemetry"), "--measure", "-o", str(tmp_path / "p")]) == 2
     assert "--measure times the matmuls of a dump" in capsys.readouterr().err
     assert cli.main(["report", str(tmp_path)]) == 2
-    assert "no dump folder, and no records of telemetry" in capsys.readouterr().err
+    assert "neither a dump (no report.json) nor records of telemetry" in capsys.readouterr().err
     (tmp_path / "compare.json").write_text('{"modules": [{}]}')
     (tmp_path / "report.json").write_text("[]")
     (tmp_path / "report.txt").write_text("")
