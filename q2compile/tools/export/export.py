@@ -85,13 +85,7 @@ def export(
     if find_spec("safetensors") is None:
         raise ConfigError("export: writing takes the package safetensors: pip install safetensors")
     _check_sources(activations, calibration, telemetry)
-    if autocast is not None and autocast not in AUTOCAST:
-        raise ConfigError(f"export: autocast: got {shown(autocast)}; allowed: {list(AUTOCAST)}")
-    if meta := [name for name, p in model.named_parameters() if p.is_meta]:
-        raise ConfigError(
-            f"export: {len(meta)} parameters are on 'meta' and have no values, {meta[0]!r} first; "
-            "load the weights before exporting"
-        )
+    _check_model(model, autocast)
     config = options_of_training(compiled, options)
     amax = recorded.of_telemetry(telemetry) if telemetry is not None else {}
     found = traced(model, config, example_inputs, calibration, autocast)
@@ -111,6 +105,16 @@ def export(
         limit=limit,
     )
     return write(job)
+
+
+def _check_model(model: nn.Module, autocast: torch.dtype | None) -> None:
+    if autocast is not None and autocast not in AUTOCAST:
+        raise ConfigError(f"export: autocast: got {shown(autocast)}; allowed: {list(AUTOCAST)}")
+    if meta := [name for name, p in model.named_parameters() if p.is_meta]:
+        raise ConfigError(
+            f"export: {len(meta)} parameters are on 'meta' and have no values, {meta[0]!r} first; "
+            "load the weights before exporting"
+        )
 
 
 def _check_sources(activations: str, calibration: Any, telemetry: Any) -> None:
