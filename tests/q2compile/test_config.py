@@ -55,7 +55,7 @@ def test_only_options_are_public():
         ({"disable_passes": ["merge_seed"]}, "did you mean 'merge_seeds'?"),
         ({"disable_passes": "merge_seeds"}, "allowed: a list of names"),
         ({"inner": "eager", "mode": "max-autotune"}, "inner='eager' runs without Inductor"),
-        ({"inner": "eager", "fuse_rotations": True}, "has Inductor's lowerings fuse"),
+        ({"inner": "eager", "fuse_rotations": True}, "needs Inductor's lowerings"),
         ({"inductor": {"post_grad_custom_pre_pass": None}}, "holds q2compile's passes"),
     ],
 )
