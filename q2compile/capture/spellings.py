@@ -27,7 +27,7 @@ def _linear(call: Call) -> Matmul | NotTaken:
     x, w, bias = call.args["input"], call.args["weight"], call.args.get("bias")
     parameter = call.scope.parameter(w)
     if parameter is None and w.op == "placeholder":
-        return call.left("the weight is an input of the graph but not an nn.Parameter")
+        return call.left("the weight is an input of the graph, not an nn.Parameter")
     if parameter is None:
         return call.left(COMPUTED, call.scope.computed_from(w))
     bias, y_views = _bias_or_added(call, bias, example(w).shape[:-1])

@@ -19,6 +19,7 @@ from q2compile.errors import ConfigError
 from q2compile.graph.views import is_view_or_cast, viewed
 from q2compile.recipes.published import RECIPES
 from q2compile.recipes.recipe import Recipe
+from q2compile.report.announce import LOG
 from q2compile.report.row import Row
 from q2compile.torch_internals.dynamo import recompile_limit
 
@@ -95,16 +96,20 @@ def predict_matmul(found: Matmul, recipe: Recipe, config: Config) -> Prediction 
     variants = (found.node.target, rewritten)
     x_users = 1 if found.x_views else sum(user.target in variants for user in found.x.users)
     requantized = config.recompute_weights is True and "dgrad" in gemms
-    return predict(
-        recipe,
-        found.shape,
-        gemms,
-        cuda_graphs=uses_cuda_graphs(config),
-        x_users=max(x_users, 1),
-        w_quantized=0 if config.cache_weights else 1 + requantized,
-        bias=found.bias is not None,
-        x_fuses=_is_computed(found.x, variants),
-    )
+    try:
+        return predict(
+            recipe,
+            found.shape,
+            gemms,
+            cuda_graphs=uses_cuda_graphs(config),
+            x_users=max(x_users, 1),
+            w_quantized=0 if config.cache_weights else 1 + requantized,
+            bias=found.bias is not None,
+            x_fuses=_is_computed(found.x, variants),
+        )
+    except Exception as error:  # a prediction runs the passes: one that fails here fails there, too
+        LOG.warning("q2compile: no prediction for sizes %s: %r", found.shape, error)
+        return None
 
 
 def _is_computed(x: fx.Node, matmuls: tuple[Any, ...]) -> bool:

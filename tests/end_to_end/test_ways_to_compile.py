@@ -199,7 +199,7 @@ def test_functional_call_inside_the_compiled_function_says_why_not():
     given = {n: p.detach() for n, p in model.named_parameters()}
     report = explain(forward, given, tokens, options=EAGER)
     assert {row.why for row in report.rows} == {
-        "the weight is an input of the graph but not an nn.Parameter"
+        "the weight is an input of the graph, not an nn.Parameter"
     }
     y = quantized(forward)(given, tokens)
     torch.testing.assert_close(y, model(tokens))

@@ -324,7 +324,7 @@ def test_experts_whose_rows_cut_a_square_block_stay_in_bf16() -> None:
     rows = {row.module: row for row in report.rows}
     up, head = rows["layers.0.experts.up"], rows["head"]
     assert N % 32 and not up.taken and up.wanted and head.taken
-    assert up.why == f"experts of {N} rows: a block of mxfp4_2d has 32, and would span two experts"
+    assert up.why == f"experts of {N} rows: a block of mxfp4_2d has 32 and would span two experts"
 
 
 SCORES = (

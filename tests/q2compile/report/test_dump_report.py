@@ -259,7 +259,7 @@ def test_the_command_line_makes_a_page_of_a_dump(tmp_path, capsys):
 
 def test_the_command_line_says_what_is_wrong(tmp_path, capsys):
     assert cli.main(["report", str(tmp_path)]) == 2
-    assert "no report.json here" in capsys.readouterr().err
+    assert "this folder holds neither a dump" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         cli.main(["reprot", str(tmp_path)])
 
