@@ -154,18 +154,18 @@ class InGroups(OneWeight):
 
     def __init__(self, offs: Tensor, padded_offs: Tensor) -> None:
         self.offs, self.padded_offs = offs, padded_offs
-        self._ends = {"offs": offs, "padded_offs": padded_offs}
+        self.ends = {"offs": offs, "padded_offs": padded_offs}
 
     def columnwise(
         self, gemm_name: str, x: Tensor, operand: Operand, seed: Tensor | None, rng_offset: int
     ) -> Sequence[Tensor]:
-        ends = self._ends if gemm_name == "wgrad" else {}
+        ends = self.ends if gemm_name == "wgrad" else {}
         return _quantize(x, operand, columnwise=True, seed=seed, rng_offset=rng_offset, **ends)
 
     def requantized(
         self, gemm_name: str, saved: SavedCodes, operand: Operand, seed: Tensor | None
     ) -> Sequence[Tensor]:
-        return _requantize(saved, operand, seed, **(self._ends if gemm_name == "wgrad" else {}))
+        return _requantize(saved, operand, seed, **(self.ends if gemm_name == "wgrad" else {}))
 
 
 # From so many rows on one short chunk is too little of them for its bias to count: at most 6% of

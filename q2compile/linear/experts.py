@@ -43,6 +43,7 @@ from q2compile.runtime_kernels.numerics.schemes import SCHEMES
 from q2compile.runtime_kernels.numerics.transforms import TRANSFORMS
 
 _library = torch.library.Library("q2", "FRAGMENT")
+_AMAX_OF_SCALE = 225.0  # fp8 takes the global scale 1 for an amax above 224 and up to 448
 _TEXTS = "str fprop, str dgrad, str wgrad, int seed_index, Tensor[]? codes=None"
 
 
@@ -73,8 +74,20 @@ class Grouped(InGroups):
     def transposed(self, gemm_name: str, saved: SavedCodes) -> Sequence[Tensor]:
         if gemm_name == "dgrad":
             return super().transposed(gemm_name, saved)
-        # Groups apart: quantized again, with the same global scale, these values keep their codes.
-        return self.columnwise(gemm_name, dequantized(saved), Operand(saved.scheme), None, 1)
+        # Groups apart: quantized again, from an amax for which the global scale stays what it is.
+        # So do the codes, and the partitioner has no other output to save from the forward.
+        _, *scales = saved.codes
+        codes, *_ = torch.ops.q2.quantize(
+            dequantized(saved),
+            scheme=saved.scheme,
+            transform="none",
+            rowwise=False,
+            columnwise=True,
+            amax=scales[-1] * _AMAX_OF_SCALE,
+            rng_offset=1,
+            **self.ends,
+        )
+        return codes, *scales
 
     def _padded(self, w: Tensor, operand: Operand) -> Tensor:
         """The saved parts of w, its N rows per expert padded to whole blocks and chunks."""
