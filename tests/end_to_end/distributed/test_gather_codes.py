@@ -230,7 +230,7 @@ def test_a_rank_that_can_t_compile_gathers_codes_as_the_others_do(two: Found) ->
     for rank, errors in zip(two, ([], ["planted)", "planted in a call)"]), strict=True):
         found, run = rank["not_compilable"].notes["warnings"], rank["not_compilable"]
         assert run.bytes == rank["quartet2"].bytes[:4]
-        text = "'layers.0.up.weight' and others of its layer failed to compile, or in its first "
+        text = "'layers.0.up.weight' and others of its layer failed to compile or in its first "
         for message, error in zip(found, errors, strict=True):
             assert text in message and f"call (RuntimeError: {error}" in message
 
