@@ -219,10 +219,14 @@ def test_the_report_names_the_loops(monkeypatch) -> None:
     kernel_choice.kernels_used.cache_clear()
 
 
+@pytest.mark.skipif(
+    not torch.__version__.startswith("2.13"),
+    reason="the counts are of the code that torch 2.13 and Triton 3.6 generate",
+)
 @pytest.mark.parametrize("scheme", GENERATED_INSTRUCTIONS)
 def test_instructions_of_the_generated_quantizers(scheme, monkeypatch, tmp_path) -> None:
-    """A thread has 32 elements. The cost model has these counts; another Triton may differ by some
-    percent."""
+    """A thread has 32 elements. The cost model has these counts; they are rounded, and ptxas may
+    schedule a little differently. Triton 3.9 needs 20% fewer for the search."""
     x = torch.zeros(8192, 4096).bfloat16()
     for architecture, known in GENERATED_INSTRUCTIONS[scheme].items():
         capability = int(architecture[3:-1])
