@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from typing import Any
 
@@ -19,7 +20,6 @@ from q2compile.errors import ConfigError
 from q2compile.graph.views import is_view_or_cast, viewed
 from q2compile.recipes.published import RECIPES
 from q2compile.recipes.recipe import Recipe
-from q2compile.report.announce import LOG
 from q2compile.report.row import Row
 from q2compile.torch_internals.dynamo import recompile_limit
 
@@ -108,7 +108,7 @@ def predict_matmul(found: Matmul, recipe: Recipe, config: Config) -> Prediction 
             x_fuses=_is_computed(found.x, variants),
         )
     except Exception as error:  # a prediction runs the passes: one that fails here fails there, too
-        LOG.warning("q2compile: no prediction for sizes %s: %r", found.shape, error)
+        logging.getLogger("q2compile").warning("no prediction for sizes %s: %r", found.shape, error)
         return None
 
 
