@@ -104,7 +104,8 @@ def _operand(gemm: fx.Node, triple: Any, when: str) -> _OperandOrigin:
     if is_q2(op, TRANSPOSE):  # re-used codes: their global scale is the source's
         return _OperandOrigin()
     call = quantizer_of(op)
-    if call and is_q2(call.x, DEQUANTIZE) and call.x.args[2] is triple[2]:  # and so are these
+    # Values that were quantized again under the global scale that they had (experts in FP8).
+    if call and is_q2(call.x, DEQUANTIZE) and call.x.args[2] is triple[2]:
         return _OperandOrigin()
     outputs = [n.args[1] if producer(n) is op and n is not op else None for n in triple]
     whole = {operand.first: operand for operand in call.operands} if call else {}
