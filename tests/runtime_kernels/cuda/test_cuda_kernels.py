@@ -42,6 +42,7 @@ QUANTIZERS = [
     ("mxfp4_sr", "rht64"),
     ("mxfp4_rtn34", "rht32"),
 ]
+OF_SWIZZLED = [*QUANTIZERS, *((POW2, t) for t in ("rht128", "rht64", "rht16", "none"))]
 # Rows and columns: whole tiles, parts of tiles, rows that do not start on 16 bytes, one of each.
 SHAPES = [(128, 128), (1024, 640), (300, 200), (33, 517), (1, 1), (129, 4097), (5000, 72)]
 
@@ -218,9 +219,6 @@ def test_requantize_mxfp4(shape) -> None:
     packed = made.masked(matrix(shape, torch.bfloat16), "mxfp4_quest", "h32")()[:3]
     rows = 2 * packed[0].shape[1]
     agree(made.again(*packed, SEEDS[0], "mxfp4_quest", "mxfp4_rtn34", "rht32", rows, 1))
-
-
-OF_SWIZZLED = [*QUANTIZERS, *((POW2, t) for t in ("rht128", "rht64", "rht16", "none"))]
 
 
 @pytest.mark.parametrize(
