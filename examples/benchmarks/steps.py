@@ -459,7 +459,10 @@ _8B: dict[str, dict[str, Any]] = {
     "llama_8b_step_kept": {"recompute_weights": False},
 }
 _UNFUSED = {"llama_8b_step_unfused": {"fuse_rotations": False}}
-_FP8 = {f"{name}_8b_step": {"recipe": name} for name in ("fp8", "quartet2_fp8")}
+_FP8, _MXFP4 = (
+    {f"{name}_8b_step": {"recipe": name} for name in names}
+    for names in (("fp8", "quartet2_fp8"), ("mxfp4_2d", "mxfp4", "quartet"))
+)
 _GRAPHS = {"llama_30m_64x512_graphs": "quartet2"}
 BENCHMARKS = {
     "linears": Benchmark(linears, "models.json"),
@@ -474,6 +477,7 @@ BENCHMARKS = {
     "8b": Benchmark(partial(large_llama, variants=_8B), "steps.json"),
     "8b_unfused": Benchmark(partial(large_llama, variants=_UNFUSED), "steps.json"),
     "8b_fp8": Benchmark(partial(large_llama, variants=_FP8), "steps.json"),
+    "8b_mxfp4": Benchmark(partial(large_llama, variants=_MXFP4), "steps.json"),
     "fused": Benchmark(fused_llama, "fusion.json"),
     "host": Benchmark(host, "steps.json"),
     "moe": Benchmark(moe, "moe.json"),

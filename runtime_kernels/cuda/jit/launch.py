@@ -271,9 +271,10 @@ def architecture(index: int) -> str:
     return found
 
 
-def multiplies_codes(index: int) -> bool:
-    """Whether the device has fp4 tensor cores, and so GEMMs that read codes."""
-    return limits.family_of(torch.cuda.get_device_capability(index)) is not None
+def operand_forms(index: int) -> dict[str, str]:
+    """The form of the operands that GEMMs read, by format; without our kernels that of any GPU."""
+    known = torch.cuda.get_device_capability(index) if unsupported(index) is None else (0, 0)
+    return limits.operand_forms(known)
 
 
 def driver_cuda() -> tuple[int, int] | None:
