@@ -90,9 +90,7 @@ def checked_calls(
             yield of, scheme
 
 
-def _calls(
-    recipe: Recipe, forms: Forms
-) -> Iterator[tuple[str | QuantizerVariant | CheckKey, str]]:
+def _calls(recipe: Recipe, forms: Forms) -> Iterator[tuple[str | QuantizerVariant | CheckKey, str]]:
     """The calls of a recipe in every scheme."""
     fprop, codes = recipe.fprop, forms["nvfp4"] == SWIZZLED
     for multiplied in filter(None, (fprop, recipe.dgrad, recipe.wgrad)):

@@ -33,15 +33,16 @@ def of_device(index: int) -> list[str]:
         reasons = {cublaslt: CUBLASLT_FP4}
         reasons.setdefault(triton, TRITON_FP4)
         words = [why if len(reasons) == 1 else f"{name}: {why}" for why, name in reasons.items()]
-        in_e4m3 = not (why_disabled(GEMM, SCALED_MM) or why_not_in_e4m3(capability))
+        left_out = why_disabled(GEMM, SCALED_MM) or why_not_in_e4m3(capability)
+        in_e4m3 = not (reason or left_out)
         of = "NVFP4 and grouped" if in_e4m3 else "FP4"
         lines.append(f"{of} GEMMs on {where} are emulated in BF16: {'; '.join(words)}")
         if in_e4m3:
             lines.append(
-                f"MXFP4 GEMMs on {where} multiply E4M3 elements on FP8 tensor cores. They are exact "
-                "unless a block's scale is more than 2^14 below the largest of its operand: such "
-                "blocks are rounded to 2^-16 of the largest scale. Telemetry records their share "
-                "as scale_subnormal."
+                f"MXFP4 GEMMs on {where} multiply E4M3 elements on FP8 tensor cores, exactly "
+                "except for blocks whose scale is over 2^14 below their operand's largest: those "
+                "are rounded, by at most 2^-16 of that scale; telemetry records their share as "
+                "scale_subnormal"
             )
     elif triton is not None:
         lines.append(f"MXFP4 and grouped GEMMs on {where} are emulated in BF16: {triton}")

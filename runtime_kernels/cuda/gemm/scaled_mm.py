@@ -50,7 +50,10 @@ def adds_bias(bias_dtype: torch.dtype | None, dtype: torch.dtype) -> bool:
 def _prepare(
     a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
 ) -> None:
-    for operand in ((a_codes, a_scales, a_global, a_scheme), (b_codes, b_scales, b_global, b_scheme)):
+    for operand in (
+        (a_codes, a_scales, a_global, a_scheme),
+        (b_codes, b_scales, b_global, b_scheme),
+    ):
         if not get_scheme(operand[-1]).is_tensorwise:
             warm_up(TO_E4M3, operand)
 

@@ -190,7 +190,7 @@ def test_code_for_a_family_has_its_instructions(family) -> None:
             (9, 0),
             [
                 "NVFP4 and grouped GEMMs on {} (9.0) are emulated in BF16: fp4 tensor cores begin",
-                "MXFP4 GEMMs on {} (9.0) multiply E4M3 elements on FP8 tensor cores. They are exact",
+                "MXFP4 GEMMs on {} (9.0) multiply E4M3 elements on FP8 tensor cores",
             ],
         ),
         ((8, 6), ["FP4 GEMMs on {} (8.6) are emulated in BF16: fp4 tensor cores begin with"]),
