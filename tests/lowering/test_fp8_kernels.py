@@ -107,7 +107,7 @@ def test_a_training_step_multiplies_codes(monkeypatch) -> None:
 def test_a_step_in_mxfp4_multiplies_its_codes_in_e4m3(
     monkeypatch, recipe, scaled, others, elements
 ) -> None:
-    """Of a GPU with fp8 and no fp4 tensor cores. Quantizers write codes; each operand is made
+    """As on a GPU with fp8 and no fp4 tensor cores. Quantizers write codes; each operand is made
     e4m3 once. mxfp4 has its fprop in BF16."""
     found, left, code = gemms_of_a_step(monkeypatch, recipe)
     assert (len(found), left) == (scaled, others)
