@@ -28,7 +28,8 @@ from q2compile.runtime_kernels.cuda.checked_cases import (
     CheckKey,
     used,
 )
-from q2compile.runtime_kernels.cuda.jit.launch import operand_forms, unsupported
+from q2compile.runtime_kernels.cuda.gemm.operands import operand_forms
+from q2compile.runtime_kernels.cuda.jit.launch import unsupported
 from q2compile.runtime_kernels.cuda.known_bad import warn_of_known_bad
 from q2compile.runtime_kernels.cuda.quantize import fused
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import not_served, rows_when_paired
@@ -68,7 +69,7 @@ def begin_checks(texts: Iterable[tuple[str, str, str]], device: torch.device, fu
     if unsupported(index) is not None:
         return
     warn_of_known_bad(index)
-    forms = operand_forms(index)
+    forms = operand_forms(torch.cuda.get_device_capability(index))
     recipes = [parse(*text) for text in dict.fromkeys(texts)]
     for of, scheme in dict.fromkeys(call for r in recipes for call in checked_calls(r, forms)):
         selfcheck.begin(of, index, scheme)
@@ -168,7 +169,8 @@ def inductor_kernels_ahead(
 ) -> list[str]:
     """Schemes of Inductor kernels for linear layers with these recipes, on a GPU."""
     index = torch.cuda.current_device() if device.index is None else device.index
-    forms = operand_forms(index)
+    known = torch.cuda.get_device_capability(index) if unsupported(index) is None else (0, 0)
+    forms = operand_forms(known)
     recipes = [parse(*text) for text in dict.fromkeys(texts)]
     return list(dict.fromkeys(scheme for r in recipes for scheme in inductor_kernels_of(r, forms)))
 

@@ -271,12 +271,6 @@ def architecture(index: int) -> str:
     return found
 
 
-def operand_forms(index: int) -> dict[str, str]:
-    """The form of the operands that GEMMs read, by format; without our kernels that of any GPU."""
-    known = torch.cuda.get_device_capability(index) if unsupported(index) is None else (0, 0)
-    return limits.operand_forms(known)
-
-
 def driver_cuda() -> tuple[int, int] | None:
     """The CUDA version of the driver; None where there is none."""
     asked = getattr(torch._C, "_cuda_getDriverVersion", None)

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 
 from q2compile.runtime_kernels.kernel_states import assumed_capability
-from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED
 
 Version = tuple[int, int]
 
@@ -132,15 +131,6 @@ def why_not_in_e4m3(capability: Version) -> str | None:
     if capability >= (10, 0):
         return f"compute capability {_dotted(capability)} multiplies MXFP4 codes"
     return why_no_fp8(capability)
-
-
-def operand_forms(capability: Version) -> dict[str, str]:
-    """The form (numerics/schemes.py) of the operands that GEMMs read, by format: e4m3 elements are
-    made from plain codes."""
-    if family_of(capability) is not None:
-        return {"nvfp4": SWIZZLED, "mxfp4": SWIZZLED}
-    plain = why_not_in_e4m3(capability) is None
-    return {"nvfp4": DEQUANTIZED, "mxfp4": "" if plain else DEQUANTIZED}
 
 
 def why_no_dot_scaled(capability: Version, triton: Version | None) -> str | None:

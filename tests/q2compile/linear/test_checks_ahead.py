@@ -21,8 +21,8 @@ from q2compile.runtime_kernels import kernel_states
 from q2compile.runtime_kernels.cpu import build
 from q2compile.runtime_kernels.cuda import checked_cases, checks, selfcheck
 from q2compile.runtime_kernels.cuda.checked_cases import CheckKey
+from q2compile.runtime_kernels.cuda.gemm.operands import operand_forms
 from q2compile.runtime_kernels.cuda.jit import launch, nvrtc
-from q2compile.runtime_kernels.cuda.jit.limits import operand_forms
 from q2compile.runtime_kernels.cuda.quantize import fused, quantizers
 from q2compile.runtime_kernels.kernel_states import assumed_capability
 from q2compile.runtime_kernels.numerics.schemes import get_scheme

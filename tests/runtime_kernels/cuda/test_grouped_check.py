@@ -17,7 +17,7 @@ from q2compile.runtime_kernels.cuda import call_site, checks
 from q2compile.runtime_kernels.cuda.call_site import CallSite, GroupedCallSite
 from q2compile.runtime_kernels.cuda.calls import MOST_OPERANDS
 from q2compile.runtime_kernels.cuda.checked_cases import BOTH, REQUANTIZED, ROWWISE
-from q2compile.runtime_kernels.cuda.jit.limits import operand_forms
+from q2compile.runtime_kernels.cuda.gemm.operands import operand_forms
 from q2compile.runtime_kernels.cuda.quantize import align_scales, grouped_check
 from q2compile.runtime_kernels.cuda.quantize.grouped_check import Group
 from q2compile.runtime_kernels.cuda.quantize.grouped_launch import ScaleProduct
