@@ -455,10 +455,8 @@ def _wait(device: torch.device) -> None:
 # ---- all of them ---------------------------------------------------------------------------------
 
 _30M = {"llama_30m_64x512": "quartet2"} | {f"{name}_30m_64x512": name for name in RECIPES_30M}
-_8B: dict[str, dict[str, Any]] = {
-    "llama_8b_step": {},
-    "llama_8b_step_kept": {"recompute_weights": False},
-}
+_8B: dict[str, dict[str, Any]] = {"llama_8b_step": {}}
+_8B |= {"llama_8b_step_kept": {"recompute_weights": False}}
 _UNFUSED = {"llama_8b_step_unfused": {"fuse_rotations": False}}
 _FP8, _MXFP4, _MXFP4_OTHERS = (
     {f"{name}_8b_step": {"recipe": name} for name in names}
