@@ -8,7 +8,9 @@ makes them before the graph runs, so outside of any CUDA graph:
     before    y = q2.linear(x, w, b, ...)
     after     y = q2.linear(x, w, b, ..., [codes, scales, global_scale])
 
-Codes live as long as their weight's memory, at 4.5 bits per parameter. They are recomputed after
+Codes live as long as their weight's memory, at 4.5 bits per parameter. Under CUDA graphs they keep
+their addresses, so that they are not copied before a replay, and nothing is recorded again after a
+step. They are recomputed after
 
     a change of the weight's version counter: every in-place change that autograd sees, by
         optimizers, copy_, load_state_dict, init, under no_grad and inference_mode, too;
@@ -94,6 +96,7 @@ class _Made:
     steps    the steps of the known optimizers that hold the weight, when the codes were made
     trained  whether a backward pass can have followed a call
     forms    Form -> its parts
+    current  the forms whose parts are of the weight as it is
     """
 
     weight: tuple[int, int]
@@ -102,6 +105,7 @@ class _Made:
     trained: bool = False
     holders: Holders = field(default_factory=Holders)
     forms: dict[CodesLayout, Sequence[Tensor]] = field(default_factory=dict)
+    current: set[CodesLayout] = field(default_factory=set)
 
     def changed(self, w: Tensor, state: Any) -> bool:
         """Whether ``w`` is, or may be, another than the codes were made of."""
@@ -113,10 +117,20 @@ class _Made:
             return True
         return needs and self.trained and not holders
 
-    def begin(self, w: Tensor, state: Any) -> None:
+    def begin(self, w: Tensor, state: Any, in_place: bool) -> None:
         """Codes are made of ``w`` as it is now."""
+        is_alike = self.state is not None and self.state[1:4] == state[1:4]
         self.state, self.steps = state, _counted(w, self.holders.known(w))
-        self.forms.clear()
+        self.current.clear()
+        if not (in_place and is_alike):
+            self.forms.clear()
+
+    def put(self, form: CodesLayout, parts: Sequence[Tensor]) -> None:
+        """Keep ``parts``, in the memory of earlier ones where there are any."""
+        for old, new in zip(self.forms.setdefault(form, parts), parts, strict=True):
+            if old is not new:
+                old.copy_(new)
+        self.current.add(form)
 
 
 # By storage, not by tensor: torch.utils.swap_tensors refuses a tensor that has weak references.
@@ -154,22 +168,30 @@ def _is_plain(w: Tensor) -> bool:
     return type(w) in (Tensor, nn.Parameter) and torch._C._has_storage(w)
 
 
-def _traceable(w: Tensor) -> bool:
-    """Whether a change of ``w`` would be seen, and codes made now will be there later: not while a
-    CUDA graph is captured, which must hold the quantization itself."""
-    if not _is_plain(w) or w.is_inference() or has_other_holders(w.untyped_storage()):
+def _can_keep(w: Tensor) -> bool:
+    """Whether ``w`` has a version, and codes made now will be there later: not while a CUDA graph
+    is captured, which must hold the quantization itself."""
+    if not _is_plain(w) or w.is_inference():
         return False
     return not (w.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def parts_of(
-    w: Tensor, form: CodesLayout, make: Callable[[Tensor], Sequence[Tensor]], adapters: Any = ()
+    w: Tensor,
+    form: CodesLayout,
+    make: Callable[[Tensor], Sequence[Tensor]],
+    adapters: Any = (),
+    in_place: bool = False,
 ) -> Sequence[Tensor]:
     """``make(w.detach())``, or what it gave when ``w`` was last as it is now.
 
     adapters  which are merged into ``w`` (see `adapters.Merged`)
+    in_place  new codes are written over those of the weight as it was. A backward that still needs
+              those raises torch's error about a tensor that was modified in place, as it does in
+              eager mode for the weight
     """
-    if not _traceable(w):
+    is_shared = _can_keep(w) and has_other_holders(w.untyped_storage())
+    if not _can_keep(w) or is_shared and not in_place:
         _forget(w)
         return make(w.detach())
     state = (w.data_ptr(), w.shape, w.stride(), w.dtype, w._version, adapters)
@@ -179,11 +201,11 @@ def parts_of(
         if made is None or made.weight != weight:
             made = _made[w.untyped_storage()] = _Made(weight)
         made.holders.note(w)
-        if made.changed(w, state):
-            made.begin(w, state)
+        if is_shared or made.changed(w, state):
+            made.begin(w, state, in_place)
         made.trained |= w.grad is not None or w.requires_grad and torch.is_grad_enabled()
-    if form not in made.forms:
+    if form not in made.current:
         # Codes made in inference mode could not be saved for a backward later.
         with torch.inference_mode(False), torch.no_grad():
-            made.forms[form] = make(w.detach())
+            made.put(form, make(w.detach()))
     return made.forms[form]

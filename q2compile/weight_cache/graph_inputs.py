@@ -16,7 +16,13 @@ from q2compile.capture.module_tree import named_modules
 from q2compile.errors import ConfigError
 from q2compile.graph.views import example, is_view_or_cast, transposes, viewed
 from q2compile.recipes.recipe import Recipe, parse
-from q2compile.torch_internals.dynamo import compiling_apart, copied, dtensor_method, parameter_of
+from q2compile.torch_internals.dynamo import (
+    compiling_apart,
+    copied,
+    dtensor_method,
+    mark_static,
+    parameter_of,
+)
 from q2compile.torch_internals.fsdp import local_part
 from q2compile.torch_internals.optimizer_steps import look_up_optimizers
 from q2compile.torch_internals.private_names import FakeTensor
@@ -38,10 +44,11 @@ Site = tuple[int, CodesLayout]  # the weight's place among the graph's inputs
 
 
 def take_codes(
-    gm: fx.GraphModule, example_inputs: list[Any], root: nn.Module | None
+    gm: fx.GraphModule, example_inputs: list[Any], root: nn.Module | None, cuda_graphs: bool
 ) -> tuple[fx.GraphModule, list[Any], list[Site]]:
     """A copy of ``gm``, rewritten to `q2::linear`, that takes the codes of its weights as further
-    inputs; the example inputs with theirs; and which they are.
+    inputs; the example inputs with theirs; and which they are. cuda_graphs: it will be recorded,
+    and the codes keep their addresses.
 
     Taken are parameters that are inputs of the graph, of sizes known now, and used in it by linears
     and embeddings alone, in checkpointed regions, too. Others are quantized in the graph as before.
@@ -66,8 +73,10 @@ def take_codes(
     }
     inputs = Inputs(own, weights)
     inputs.rewrite()
-    codes = [example(node) for parts in inputs.sites.values() for node in parts]
-    return own, [*example_inputs, *codes], list(inputs.sites)
+    placeholders = [node for parts in inputs.sites.values() for node in parts]
+    if cuda_graphs:
+        mark_static(placeholders)
+    return own, [*example_inputs, *map(example, placeholders)], list(inputs.sites)
 
 
 def _has_sizes(w: Tensor) -> bool:
@@ -217,10 +226,13 @@ def with_codes(
     example_inputs: list[Any],
     compile_form: Callable[[fx.GraphModule, list[Any]], Callable[..., Any]],
     merged: Merged | None = None,
+    *,
+    cuda_graphs: bool = False,
 ) -> Callable[..., Any]:
     """``compiled``, called with the weights' codes after its own inputs.
 
     merged: which adapters are merged into the weights of the model, if it is known.
+    cuda_graphs: ``compiled`` records the addresses of the codes.
     compile_form: makes a function of `CodesLayout.graph`, once for each layout and kind of weight.
         Now: a backend is called in Dynamo's compilation, in which the other threads go on.
         Tracing at the first call instead would fail theirs, as FX marks it for the whole process.
@@ -245,7 +257,8 @@ def with_codes(
         codes: list[Tensor] = []
         for (index, form), make in zip(sites, makers, strict=True):
             w = args[index]
-            codes += parts_of(w, form, make, () if merged is None else merged.of(w))
+            adapters = () if merged is None else merged.of(w)
+            codes += parts_of(w, form, make, adapters, in_place=cuda_graphs)
         return compiled(*args, *codes)
 
     return call

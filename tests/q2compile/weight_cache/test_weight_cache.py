@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.utils import counters
+from torch._inductor import compile_fx
 
 import q2compile
 from q2compile.torch_internals import optimizer_steps
@@ -30,12 +32,12 @@ def counted():
     making = Counting()
     plain = parts_of
 
-    def counting(w, form, make, *adapters):
+    def counting(w, form, make, *adapters, **how):
         def counted_make(w):
             making.calls += 1
             return make(w)
 
-        return plain(w, form, counted_make, *adapters)
+        return plain(w, form, counted_make, *adapters, **how)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(graph_inputs, "parts_of", counting)
@@ -64,10 +66,10 @@ def train(model, cache, steps=2, micro_batches=2, device="cpu", **options):
     return losses, [p.detach().clone() for p in model.parameters()]
 
 
-def models(make):
-    """Two equal ones."""
+def models(make, count=2):
+    """Equal ones."""
     built = []
-    for _ in range(2):
+    for _ in range(count):
         torch.manual_seed(0)
         built.append(make())
     return built
@@ -276,18 +278,42 @@ def test_it_contradicts_recompute_weights():
         q2compile.Config(cache_weights=True, recompute_weights=True)
 
 
+def test_codes_are_static_inputs_of_cuda_graphs(monkeypatch):
+    """As parameters are: else each replay would copy them into the memory of the graph."""
+    places, plain = [], compile_fx.get_static_input_idxs
+    monkeypatch.setattr(
+        compile_fx,
+        "get_static_input_idxs",
+        lambda fixed: places.append(plain(fixed)) or plain(fixed),
+    )
+    for mode in ("reduce-overhead", None):
+        torch._dynamo.reset()
+        options = {"mode": mode, "inductor": {"fx_graph_cache": False}}
+        quantized(Mlp(), inner="inductor", cache_weights=True, **options)(torch.randn(32, 64))
+    # Three parameters around x, which is input 2, and the parts of two weights. The graphs that
+    # quantize the weights have no static input.
+    assert [p for p in places if p] == [[0, 1, 3, 4, 5, 6, 7, 8, 9], [0, 1, 3]]
+
+
 @pytest.mark.gpu
 def test_cuda_graphs_replay_with_fresh_codes():
-    """Codes are inputs of the captured graph; a replay after a step must not see old ones."""
-    device = "cuda"
-    plain, cached = models(lambda: nn.Sequential(Mlp(), Mlp()).to(device))
+    """Codes are inputs of the captured graph; a replay after a step must not see old ones. They are
+    not copied into its memory, and nothing is captured again after a step: either would raise the
+    count of copied inputs."""
+    device, copied = "cuda", []
+    plain, graphs, cached = models(lambda: nn.Sequential(Mlp(), Mlp()).to(device), 3)
     options = {"inner": "inductor", "device": device, "steps": 6}
     losses, weights = train(plain, False, **options)
-    with counted() as making:
-        replayed = train(cached, True, mode="reduce-overhead", **options)
-    assert all(map(torch.equal, losses, replayed[0]))
-    assert all(map(torch.equal, weights, replayed[1]))
-    assert making.calls == 4 * 6
+    options["mode"] = "reduce-overhead"
+    for model, cache in ((graphs, False), (cached, True)):
+        counters.clear()
+        with counted() as making:
+            replayed = train(model, cache, **options)
+        copied.append(counters["inductor"]["cudagraph_recorded_non_static_inputs"])
+        assert all(map(torch.equal, losses, replayed[0]))
+        assert all(map(torch.equal, weights, replayed[1]))
+        assert making.calls == 4 * 6 * cache
+    assert copied[0] == copied[1] > 0
 
 
 @pytest.mark.gpu
