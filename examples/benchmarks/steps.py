@@ -20,6 +20,8 @@ said otherwise. Names, and the rows that each makes:
                     time of its first step with empty caches
     8b_unfused      llama_8b_step_unfused: fuse_rotations=False, likewise
     8b_fp8          fp8_8b_step, quartet2_fp8_8b_step: those recipes, likewise
+    accumulation    RECIPE_accumulation_N, RECIPE_accumulation_N_cached: quartet2 and nvfp4 with
+                    steps of N micro-batches of `8b`, 8 layers; with cache_weights=True
     fused           fused_llama_step, fused_llama_first_step: `llama` with fuse_rotations over
                     without; the first step with warm caches of kernels
     host            host_us_per_call: microseconds of the host for an op of two launches in a
@@ -31,7 +33,7 @@ said otherwise. Names, and the rows that each makes:
                     over the step with all
     moe_gemm        moe_grouped_gemm: one stack of experts, [64, 1536, 2048], 8192 tokens by 8
     options         quartet2 with one pass or option changed, time and peak memory over quartet2's:
-                    plain, with gradient checkpointing, with four micro-batches; 4 layers of `llama`
+                    plain, with gradient checkpointing; 4 layers of `llama`
     telemetry       telemetry_every_100: a Llama of 2 layers with {"telemetry": {"every": 100}} over
                     without; telemetry_idle: a step that records nothing; telemetry_recorded: the
                     recorded step alone. Runs on a CPU, too, with a tiny Llama
@@ -47,8 +49,9 @@ import statistics
 import tempfile
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -150,8 +153,7 @@ def expert_stack(args: Namespace) -> list[Row]:
 
 def whole_llama(args: Namespace) -> list[Row]:
     torch._dynamo.reset()
-    steps: dict[str, Step] = {}
-    peaks, first = {}, {}
+    steps, peaks, first = {}, {}, {}
     model, tokens = _llama()
     for backend in BACKENDS:
         step = steps[backend] = training_step(model, tokens, backend=backend)
@@ -210,7 +212,7 @@ def small_llama(
     torch._dynamo.reset()
     model = llama_30m()
     tokens = random_tokens(VOCABULARY_30M, sequences, SEQUENCE_30M)
-    in_mode = {} if mode is None else {"mode": mode}
+    in_mode: Row = {} if mode is None else {"mode": mode}
     steps = {"bf16": training_step(model, tokens, **in_mode)}
     for name, recipe in recipes.items():
         options = {"recipe": recipe, **in_mode}
@@ -234,11 +236,9 @@ def large_llama(args: Namespace, variants: Mapping[str, dict[str, Any]]) -> list
     torch._dynamo.reset()
     model = llama(LLAMA_8B, torch.bfloat16)
     tokens = random_tokens(LLAMA_8B["vocab_size"], 1, LLAMA_8B_TOKENS)
-    compile_with: dict[str, dict[str, Any]] = {"bf16": {}}
-    for name, options in variants.items():
-        compile_with[name] = {"backend": "quartet2", "options": options}
+    ours: Row = {name: {"backend": "quartet2", "options": own} for name, own in variants.items()}
     steps, first, peaks = {}, {}, {}
-    for name, how in compile_with.items():
+    for name, how in {"bf16": {}, **ours}.items():
         step = steps[name] = training_step(model, tokens, **how)
         gc.collect()
         first[name] = first_seconds(step)
@@ -254,6 +254,24 @@ def large_llama(args: Namespace, variants: Mapping[str, dict[str, Any]]) -> list
             row = f"{name.replace('_step', '', 1)}_{suffix}"
             rows.append(over_bf16(row, values[name], values["bf16"], unit))
     return rows
+
+
+def accumulation(args: Namespace) -> Iterator[Row]:
+    """Rows of steps of several micro-batches, after each of which the weights change."""
+    torch._dynamo.reset()
+    model = llama({**LLAMA_8B, "num_hidden_layers": 8}, torch.bfloat16)
+    tokens = random_tokens(LLAMA_8B["vocab_size"], 1, LLAMA_8B_TOKENS)
+    for count in (1, 2, 4, 8):
+        step_of = partial(training_step, model, tokens, count)
+        steps = {"bf16": step_of()}
+        for recipe, cached in product(("quartet2", "nvfp4"), (False, True)):
+            options = {"recipe": recipe, "cache_weights": cached}
+            name = f"{recipe}_accumulation_{count}" + "_cached" * cached
+            steps[name] = step_of(backend="quartet2", options=options)
+        times = in_turns(steps, rounds=6, calls=1)
+        for name in list(steps)[1:]:
+            row = over_bf16(name, times[name], times["bf16"], TIMES)
+            yield {**row, "peak_gib": round(peak_gib(steps[name]), 2)}
 
 
 def host(args: Namespace) -> list[Row]:
@@ -318,7 +336,6 @@ def moe_left_out(args: Namespace) -> list[Row]:
 
 # ---- options and passes --------------------------------------------------------------------------
 
-OPTIONS_LAYERS = 4
 PASSES = ("share_operands", "pair_directions", "share_rotations", "dequantize_operands")
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "plain": {
@@ -327,7 +344,6 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "recompute_weights": {"recompute_weights": True},
     },
     "checkpointed": {"quartet2": {}, "keep_packed": {"keep_packed": True}},
-    "micro_batches": {"quartet2": {}, "cache_weights": {"cache_weights": True}},
 }
 
 
@@ -337,30 +353,16 @@ def options(args: Namespace) -> list[Row]:
 
 def _options_of(group: str) -> list[Row]:
     torch._dynamo.reset()
-    model: Any = llama({**LLAMA, "num_hidden_layers": OPTIONS_LAYERS})
+    model: Any = llama({**LLAMA, "num_hidden_layers": 4})
     if group == "checkpointed":
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
-    batches = 4 if group == "micro_batches" else 1
-    tokens = random_tokens(LLAMA["vocab_size"], LLAMA_BATCH, LLAMA_SEQUENCE).chunk(batches)
-    steps: dict[str, Step] = {}
-    peaks: dict[str, float] = {}
+    tokens = random_tokens(LLAMA["vocab_size"], LLAMA_BATCH, LLAMA_SEQUENCE)
+    steps, peaks = {}, {}
     for name, changed in OPTIONS[group].items():
-        compiled = torch.compile(model, backend="quartet2", options=dict(changed))
-
-        def step(compiled: Any = compiled) -> None:
-            model.zero_grad(set_to_none=True)
-            for batch in tokens:
-                with torch.autocast("cuda", torch.bfloat16):
-                    loss = compiled(input_ids=batch, labels=batch).loss
-                loss.backward()
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.mul_(1.0)  # a new version, as an optimizer's step makes
-
-        step()
-        peaks[name] = peak_gib(step)
-        steps[name] = step
+        steps[name] = training_step(model, tokens, backend="quartet2", options=dict(changed))
+        steps[name]()
+        peaks[name] = peak_gib(steps[name])
     times = in_turns(steps, calls=2)
     first = next(iter(times))
     return [
@@ -474,6 +476,7 @@ BENCHMARKS = {
     "8b": Benchmark(partial(large_llama, variants=_8B), "steps.json"),
     "8b_unfused": Benchmark(partial(large_llama, variants=_UNFUSED), "steps.json"),
     "8b_fp8": Benchmark(partial(large_llama, variants=_FP8), "steps.json"),
+    "accumulation": Benchmark(accumulation, "steps.json"),
     "fused": Benchmark(fused_llama, "fusion.json"),
     "host": Benchmark(host, "steps.json"),
     "moe": Benchmark(moe, "moe.json"),

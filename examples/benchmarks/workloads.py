@@ -116,17 +116,22 @@ def random_tokens(vocabulary: int, batch: int, sequence: int) -> torch.Tensor:
     return torch.randint(vocabulary, (batch, sequence), device=GPU)
 
 
-def training_step(model: nn.Module, tokens: torch.Tensor, **compile_with: Any) -> Step:
-    """Forward and backward of a causal language model of transformers under bf16 autocast, without
-    an optimizer. `compile_with` are arguments of torch.compile. Dynamo keeps earlier compilations
-    of the same model and uses them again for equal arguments."""
+def training_step(
+    model: nn.Module, tokens: torch.Tensor, micro_batches: int = 1, **compile_with: Any
+) -> Step:
+    """Forward and backward of a causal language model of transformers under bf16 autocast, for each
+    of some micro-batches, without an optimizer. `compile_with` are arguments of torch.compile.
+    Dynamo keeps earlier compilations of the same model and uses them again for equal arguments."""
     compiled: Any = torch.compile(model, **compile_with)
+    parameters = tuple(model.parameters())
 
     def step() -> None:
+        torch.autograd.graph.increment_version(parameters)  # as a step of an optimizer does
         model.zero_grad(set_to_none=True)
-        with torch.autocast("cuda", torch.bfloat16):
-            loss = compiled(input_ids=tokens, labels=tokens).loss
-        loss.backward()
+        for _ in range(micro_batches):
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = compiled(input_ids=tokens, labels=tokens).loss
+            loss.backward()
 
     return step
 
