@@ -69,6 +69,7 @@ from workloads import (
     LLAMA_8B_TOKENS,
     LLAMA_BATCH,
     LLAMA_SEQUENCE,
+    MICRO_BATCHES,
     MOE,
     MOE_BATCH,
     MOE_SEQUENCE,
@@ -261,7 +262,7 @@ def accumulation(args: Namespace) -> Iterator[Row]:
     torch._dynamo.reset()
     model = llama({**LLAMA_8B, "num_hidden_layers": 8}, torch.bfloat16)
     tokens = random_tokens(LLAMA_8B["vocab_size"], 1, LLAMA_8B_TOKENS)
-    for count in (1, 2, 4, 8):
+    for count in MICRO_BATCHES:
         step_of = partial(training_step, model, tokens, count)
         steps = {"bf16": step_of()}
         for recipe, cached in product(("quartet2", "nvfp4"), (False, True)):
