@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The option ``cache_weights``: fprop's codes of a weight are made once, and used until it changes.
+"""The option ``cache_weights``: codes of a weight are made once, and used until it changes.
 
 Without it every forward quantizes every weight: in each micro-batch of an accumulated gradient, and
 in each call of a model that does not train. With it the graph takes the codes as inputs. Its caller
@@ -8,9 +8,14 @@ makes them before the graph runs, so outside of any CUDA graph:
     before    y = q2.linear(x, w, b, ...)
     after     y = q2.linear(x, w, b, ..., [codes, scales, global_scale])
 
-Codes live as long as their weight's memory, at 4.5 bits per parameter. Under CUDA graphs they keep
-their addresses, so that they are not copied before a replay, and nothing is recorded again after a
-step. They are recomputed after
+A dgrad that reuses fprop's codes takes them transposed from there, too. One that rotates w with the
+signs of its dy quantizes fprop's codes anew: if micro-batches shared the signs and random bits of
+w, they would have to share those of dy, and the errors of two stochastic roundings by the same bits
+are correlated by one half.
+
+Codes live as long as their weight's memory, at 4.5 bits per parameter and direction. Under CUDA
+graphs they keep their addresses, so that they are not copied before a replay, and nothing is
+recorded again after a step. They are recomputed after
 
     a change of the weight's version counter: every in-place change that autograd sees, by
         optimizers, copy_, load_state_dict, init, under no_grad and inference_mode, too;
@@ -35,8 +40,19 @@ such a weight are recomputed in every call.
 Not detected: a write through an alias that is gone by the next call, outside of an optimizer's
 step, such as ``p.data.copy_(average)``, a raw pointer, or the replay of a CUDA graph that holds a
 step. Code that writes so must call `forget_weights` afterwards. FSDP writes so in every gather, so
-it raises an error here. A checksum in every call would detect it, but on a GPU the host would wait
-for its result, and reading the weight is most of the cost of quantizing it there.
+it raises an error here.
+
+The option is off by default, because common code writes so, and stale codes raise no error: target
+networks are averaged by ``p.data.copy_``, and adversarial training adds to ``p.data`` between two
+backward passes of one step, so that not even the micro-batches of a step are safe. Nothing cheap
+tells:
+
+    a checksum reads the weight, which is most of the cost of quantizing it on a GPU, and the host
+        would wait for its result; a sample of elements misses a row;
+    torch's copy-on-write (_lazy_clone) would mark a storage until somebody takes its pointer to
+        write. On a CPU it sees ``p.data.add_`` and fused optimizers. But torch's foreach and fused
+        CUDA kernels write through const_data_ptr (MultiTensorApply.cuh, read in 2.13), which leaves
+        the mark, and record_stream ignores a marked storage.
 """
 
 from __future__ import annotations
@@ -62,11 +78,13 @@ from q2compile.torch_internals.storage import has_other_holders
 
 @dataclass(frozen=True)
 class CodesLayout:
-    """A form of a weight: codes by ``operand`` of the weight, or its transpose, in dtype."""
+    """A form of a weight: codes by ``operand`` of the weight, or its transpose, in dtype. both:
+    and these codes transposed, which a dgrad reuses."""
 
     operand: str
     dtype: torch.dtype
     transposed: bool
+    both: bool = False
 
     def matrix(self, w: Tensor) -> Tensor:
         """The matrix to quantize, [..., K], of w [N, K], a stack of experts [E, N, K], or this
@@ -80,9 +98,9 @@ class CodesLayout:
         w = graph.placeholder("w")
         if self.transposed:
             w = graph.call_function(torch.ops.aten.t.default, (w,))
-        args = (w, self.operand, self.dtype)
+        args = (w, self.operand, self.dtype, self.both)
         parts = graph.call_function(torch.ops.q2.quantize_weight.default, args)
-        count = 3 + SCHEMES[Operand.parse(self.operand).scheme].masked
+        count = 3 + SCHEMES[Operand.parse(self.operand).scheme].masked + 2 * self.both
         graph.output(tuple(graph.call_function(getitem, (parts, i)) for i in range(count)))
         return fx.GraphModule(nn.Module(), graph)
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -71,7 +72,7 @@ def take_codes(
         and _has_sizes(example(node))
         and _only_read(own, node)
     }
-    inputs = Inputs(own, weights)
+    inputs = Inputs(own, weights, backward=torch.is_grad_enabled())
     inputs.rewrite()
     placeholders = [node for parts in inputs.sites.values() for node in parts]
     if cuda_graphs:
@@ -90,10 +91,17 @@ class Inputs:
 
     weights  placeholder -> its place among the inputs of the whole graph; read by `is_linear` alone
     sites    Site -> the placeholders of its parts
+    backward: codes that a dgrad reuses are taken transposed, too
     """
 
-    def __init__(self, gm: fx.GraphModule, weights: dict[fx.Node, int], outer: Any = None) -> None:
-        self.gm, self.weights = gm, weights
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        weights: dict[fx.Node, int],
+        outer: Any = None,
+        backward: bool = False,
+    ) -> None:
+        self.gm, self.weights, self.backward = gm, weights, backward
         self.outer = outer  # (the Inputs around, the node that calls this graph)
         self.sites: dict[Site, list[fx.Node]] = {}
 
@@ -109,14 +117,15 @@ class Inputs:
         source, recipe = views_of(node.args[1])[-1], recipe_of(node)
         if source not in self.weights or recipe.fprop is None:
             return
-        form = form_of(node)
+        both = self.backward and recipe.transposes_codes and example(node.args[0]).requires_grad
+        form = replace(form_of(node), both=both)
         parts = self.parts((self.weights[source], form), source)
         node.args = (*node.args, parts)
 
     def _region(self, node: fx.Node) -> None:
         body, arguments = region_of(self.gm, node)
         weights = {p: self.weights[w] for p, w in arguments.items() if w in self.weights}
-        Inputs(body, weights, (self, node)).rewrite()
+        Inputs(body, weights, (self, node), self.backward).rewrite()
 
     def parts(self, site: Site, source: fx.Node) -> list[fx.Node]:
         """The placeholders for what is made of a weight, new ones at the first call."""
@@ -127,8 +136,9 @@ class Inputs:
             local = local_part(w)
             assert isinstance(local, FakeTensor)
             with local.fake_mode, torch.no_grad():
-                matrix = site[1].matrix(w)
-                values = torch.ops.q2.quantize_weight(matrix, site[1].operand, site[1].dtype)
+                form, matrix = site[1], site[1].matrix(w)
+                how = form.operand, form.dtype, form.both
+                values = torch.ops.q2.quantize_weight(matrix, *how)
         else:
             around, call = self.outer
             outside = around.parts(site, next(w for w, i in around.weights.items() if i == site[0]))

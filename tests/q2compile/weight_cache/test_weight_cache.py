@@ -91,6 +91,22 @@ def test_once_a_step_and_the_same_bits(recipe, checkpointed):
     assert making.calls == 4 * 2
 
 
+@pytest.mark.parametrize(
+    ("recipe", "checkpointed"),
+    [("nvfp4", False), ("nvfp4", True), ("mxfp4_2d", False), ("fp8", False)],
+)
+def test_codes_that_a_dgrad_reuses_are_transposed_once(recipe, checkpointed, tmp_path):
+    """The backward has no transpose of w, and losses and weights keep their bits."""
+    plain, cached = models(lambda: nn.Sequential(Mlp(), Mlp(checkpointed)))
+    trained = train(plain, False, recipe=recipe)
+    again = train(cached, True, recipe=recipe, dump=str(tmp_path))
+    for before, after in zip(trained, again, strict=True):
+        assert all(map(torch.equal, before, after))
+    graphs = [path.read_text() for path in tmp_path.glob("graph_0/4_after_passes_*.txt")]
+    of_x = 4 * (recipe == "fp8")  # wgrad reuses the codes of x
+    assert len(graphs) == 2 and sum(text.count("q2.transpose(") for text in graphs) == of_x
+
+
 def test_under_inductor_too():
     plain, cached = models(lambda: nn.Sequential(Mlp()))
     losses, _ = train(plain, False, inner="inductor")
