@@ -311,6 +311,17 @@ def test_codes_are_static_inputs_of_cuda_graphs(monkeypatch):
     assert [p for p in places if p] == [[0, 1, 3, 4, 5, 6, 7, 8, 9], [0, 1, 3]]
 
 
+def test_a_backward_is_told_that_its_codes_were_overwritten():
+    w, x = nn.Parameter(torch.randn(16, 16)), torch.randn(16, 16, requires_grad=True)
+    make = Counting()
+    product = x * parts_of(w, FORM, make, in_place=True)[0]
+    with torch.no_grad():
+        w.add_(1)
+    parts_of(w, FORM, make, in_place=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
 @pytest.mark.gpu
 def test_cuda_graphs_replay_with_fresh_codes():
     """Codes are inputs of the captured graph; a replay after a step must not see old ones. They are
