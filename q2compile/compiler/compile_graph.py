@@ -77,15 +77,16 @@ def compile_graph(
         from q2compile.weight_cache.adapters import Merged
         from q2compile.weight_cache.graph_inputs import take_codes, with_codes
 
-        gm, inputs, sites = take_codes(gm, example_inputs, root)
+        cuda_graphs = uses_cuda_graphs(config)
+        gm, inputs, sites = take_codes(gm, example_inputs, root, cuda_graphs)
         if watcher is not None:
             watcher.graph("1_rewritten", gm)
         try:
             compiled = _variants(gm, inputs, one, watcher, instrumentation)
         finally:
             forget_arguments(gm)
-        merged = Merged.of_model(root)
-        return with_codes(compiled, sites, inputs, partial(_compiled_form, config), merged)
+        merged, form = Merged.of_model(root), partial(_compiled_form, config)
+        return with_codes(compiled, sites, inputs, form, merged, cuda_graphs=cuda_graphs)
 
 
 def compile_plain(

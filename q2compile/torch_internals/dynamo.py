@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import CodeType
@@ -291,6 +291,13 @@ def forget_arguments(*copies: fx.GraphModule, dynamo: fx.GraphModule | None = No
 
 def _is_own_parameter(value: Any) -> bool:
     return isinstance(value, torch.nn.Parameter) and not isinstance(value, FakeTensor)
+
+
+def mark_static(placeholders: Iterable[fx.Node]) -> None:
+    """Mark inputs of a Dynamo graph whose addresses do not change from call to call: a CUDA graph
+    reads them where they are, as it does parameters, and is recorded again if one changes."""
+    for node in placeholders:
+        node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
 
 
 def source_text(grapharg: Any) -> str:
