@@ -16,10 +16,11 @@ from torch._inductor.lowering import register_lowering
 from torch._inductor.virtualized import V
 
 from q2compile.lowering import gathered, gemm, launches
-from q2compile.lowering.inductor_kernels import fp8, quantize
+from q2compile.lowering.inductor_kernels import amax, fp8, quantize
 from q2compile.lowering.member import OpCall
 from q2compile.lowering.prologue import fused_launches
 from q2compile.runtime_kernels.ops.table import (
+    AMAX,
     DEQUANTIZE,
     GATHER_ROWS,
     GEMM,
@@ -30,12 +31,14 @@ from q2compile.runtime_kernels.ops.table import (
     QUANTIZE,
     REQUANTIZE,
     SPLIT_SCALES,
+    TO_E4M3,
     TRANSPOSE,
 )
 
 Step = Callable[[OpCall], Any]  # the lowered outputs; None: the next step is tried
 
 LOWERINGS: dict[str, tuple[Step, ...]] = {
+    AMAX: (amax.amax, launches.launch),
     QUANTIZE: (
         fused_launches.prologue,  # our kernel computes its operand
         quantize.inductor_kernel,  # Inductor's kernel computes both
@@ -47,6 +50,7 @@ LOWERINGS: dict[str, tuple[Step, ...]] = {
     GATHER_ROWS: (gathered.gather_rows,),
     SPLIT_SCALES: (launches.launch,),
     DEQUANTIZE: (fp8.dequantize, launches.launch),
+    TO_E4M3: (launches.launch,),
     TRANSPOSE: (fp8.transpose, launches.launch),
     MASKED_UNROTATE: (launches.launch,),
     GEMM_MASKED_UNROTATE: (launches.launch,),

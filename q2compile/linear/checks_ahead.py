@@ -11,7 +11,7 @@ asked for.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
@@ -28,7 +28,8 @@ from q2compile.runtime_kernels.cuda.checked_cases import (
     CheckKey,
     used,
 )
-from q2compile.runtime_kernels.cuda.jit.launch import multiplies_codes, unsupported
+from q2compile.runtime_kernels.cuda.gemm.operands import operand_forms
+from q2compile.runtime_kernels.cuda.jit.launch import unsupported
 from q2compile.runtime_kernels.cuda.known_bad import warn_of_known_bad
 from q2compile.runtime_kernels.cuda.quantize import fused
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import not_served, rows_when_paired
@@ -39,13 +40,17 @@ from q2compile.runtime_kernels.ops.requantize import rounds_by_scales
 from q2compile.runtime_kernels.ops.table import (
     DEQUANTIZE,
     GEMM,
+    MASKED_UNROTATE,
     QUANTIZE,
     SPLIT_SCALES,
+    TO_E4M3,
     TRANSPOSE,
     QuantizerCall,
     QuantizerVariant,
 )
 from q2compile.runtime_kernels.registry import CPP, CUBLASLT_FP4, CUDA_BF16, TRITON_FP4
+
+Forms = Mapping[str, str]  # format -> the form of the operands that GEMMs read
 
 
 def begin_library() -> None:
@@ -64,47 +69,53 @@ def begin_checks(texts: Iterable[tuple[str, str, str]], device: torch.device, fu
     if unsupported(index) is not None:
         return
     warn_of_known_bad(index)
-    codes = multiplies_codes(index)
+    forms = operand_forms(torch.cuda.get_device_capability(index))
     recipes = [parse(*text) for text in dict.fromkeys(texts)]
-    for of, scheme in dict.fromkeys(call for r in recipes for call in checked_calls(r, codes)):
+    for of, scheme in dict.fromkeys(call for r in recipes for call in checked_calls(r, forms)):
         selfcheck.begin(of, index, scheme)
-    for name, scheme in dict.fromkeys(gemm for r in recipes for gemm in gemms(r, codes)):
-        selfcheck.begin_gemm(GEMM, name, index, scheme, (torch.bfloat16, None, codes))
-    for call in [call for r in recipes for call in fused_calls(r, codes)] if fuses else ():
+    for name, scheme in dict.fromkeys(gemm for r in recipes for gemm in gemms(r, forms)):
+        swizzled = name != CUDA_BF16
+        selfcheck.begin_gemm(GEMM, name, index, scheme, (torch.bfloat16, None, swizzled))
+    for call in [call for r in recipes for call in fused_calls(r, forms)] if fuses else ():
         for operands in (1, 2):
             fused.begin(index, call, operands)
 
 
 def checked_calls(
-    recipe: Recipe, codes: bool
+    recipe: Recipe, forms: Forms
 ) -> Iterator[tuple[str | QuantizerVariant | CheckKey, str]]:
     """The quantizers of a recipe as they will be called, with schemes, and further ops that will
-    run. codes: whether GEMMs read codes, with swizzled scales; else dequantized operands. The
-    quantizers of fp8 are Inductor's kernels, which are checked as they are lowered."""
-    for of, scheme in _calls(recipe, codes):
+    run. The quantizers of fp8 are Inductor's kernels, which are checked as they are lowered."""
+    for of, scheme in _calls(recipe, forms):
         if not get_scheme(scheme).is_tensorwise:
             yield of, scheme
 
 
-def _calls(recipe: Recipe, codes: bool) -> Iterator[tuple[str | QuantizerVariant | CheckKey, str]]:
+def _calls(recipe: Recipe, forms: Forms) -> Iterator[tuple[str | QuantizerVariant | CheckKey, str]]:
     """The calls of a recipe in every scheme."""
-    fprop = recipe.fprop
+    fprop, codes = recipe.fprop, forms["nvfp4"] == SWIZZLED
+    for multiplied in filter(None, (fprop, recipe.dgrad, recipe.wgrad)):
+        for operand in (multiplied.a, multiplied.b):
+            if _form(operand, forms) == "":
+                yield TO_E4M3, operand.scheme
     for operand in (fprop.a, fprop.b) if fprop else ():
         spec = get_scheme(operand.scheme)
-        scheme = _named(operand, codes, saved=not spec.stochastic)
+        scheme = _named(operand, forms, saved=not spec.stochastic)
         if spec.masked:
             yield MASKED, scheme
+            if not codes:
+                yield MASKED_UNROTATE, operand.scheme  # else the GEMM's epilogue
             continue
         if not_served(scheme, operand.transform) is None:
             yield ROWWISE, scheme
         if spec.global_scale == "pow2":  # of Inductor's kernels
             yield SPLIT_SCALES, scheme
-        if not codes:
+        if _form(operand, forms) == DEQUANTIZED:
             yield DEQUANTIZE, operand.scheme
-        if fprop and operand is fprop.b and not codes and _named(operand, codes) != scheme:
-            yield ROWWISE, _named(operand, codes)  # of a large weight
+        if fprop and operand is fprop.b and not codes and _named(operand, forms) != scheme:
+            yield ROWWISE, _named(operand, forms)  # of a large weight
     for variant, operand in _of_gradients(recipe):
-        yield used(variant, operand.transform), _named(operand, codes)
+        yield used(variant, operand.transform), _named(operand, forms)
         if variant.rows_unrotated:  # `pair_directions` asks ahead of the passes that name schemes
             yield used(variant, operand.transform), operand.scheme
     for gemm in filter(None, (recipe.dgrad, recipe.wgrad)):
@@ -112,16 +123,16 @@ def _calls(recipe: Recipe, codes: bool) -> Iterator[tuple[str | QuantizerVariant
         saved = fprop and (fprop.a if gemm is recipe.wgrad else fprop.b)
         if saved and gemm.b.source == "requantize" and get_scheme(saved.scheme).is_tensorwise:
             columnwise = used(COLUMNWISE._replace(rotated=rotated), gemm.b.transform)
-            yield columnwise, _named(gemm.b, codes)  # of dequantized codes
+            yield columnwise, _named(gemm.b, forms)  # of dequantized codes
         elif gemm.b.source == "requantize":
             requantized = REQUANTIZED._replace(rotated=rotated)
-            yield used(requantized, gemm.b.transform), _named(gemm.b, codes)
+            yield used(requantized, gemm.b.transform), _named(gemm.b, forms)
             if gemm is recipe.dgrad and fprop and rounds_by_scales(get_scheme(fprop.b.scheme)):
                 # A weight: checked under the scheme of the joint graph, then under the scheme after
                 # passes.
                 by_scales = used(requantized._replace(by_scales=True), gemm.b.transform)
-                yield by_scales, _named(gemm.b, codes, saved=True)
-                yield by_scales, _named(gemm.b, codes)
+                yield by_scales, _named(gemm.b, forms, saved=True)
+                yield by_scales, _named(gemm.b, forms)
         elif gemm.b.source == "reuse":
             yield TRANSPOSE, gemm.b.scheme
         else:
@@ -130,28 +141,27 @@ def _calls(recipe: Recipe, codes: bool) -> Iterator[tuple[str | QuantizerVariant
             if gemm.b.source == "forward" and fprop:
                 both = _both(fprop.a if gemm is recipe.wgrad else fprop.b, gemm.b)
             if both is not None:
-                yield used(both, gemm.b.transform), _named(gemm.b, codes, saved=True)
-            yield columnwise, _named(gemm.b, codes)
+                yield used(both, gemm.b.transform), _named(gemm.b, forms, saved=True)
+            yield columnwise, _named(gemm.b, forms)
             if gemm.b.source == "forward" and (both is None or codes):
-                yield columnwise, _named(gemm.b, codes, saved=True)
+                yield columnwise, _named(gemm.b, forms, saved=True)
 
 
-def gemms(recipe: Recipe, codes: bool) -> Iterator[tuple[str, str]]:
-    """The kernels of its GEMMs, with a scheme of the format that they multiply."""
+def gemms(recipe: Recipe, forms: Forms) -> Iterator[tuple[str, str]]:
+    """The kernels of its GEMMs, with a scheme of the format that they multiply; torch's FP8 GEMM
+    needs no check."""
     for gemm in filter(None, (recipe.fprop, recipe.dgrad, recipe.wgrad)):
-        spec = get_scheme(gemm.a.scheme)
-        if spec.is_tensorwise:
-            continue
-        mxfp4 = spec.format == "mxfp4"
-        name = CUDA_BF16 if not codes else TRITON_FP4 if mxfp4 else CUBLASLT_FP4
-        yield name, OF_FORMAT[spec.format]
+        format_, form = get_scheme(gemm.a.scheme).format, _form(gemm.a, forms)
+        if form:
+            by_codes = TRITON_FP4 if format_ == "mxfp4" else CUBLASLT_FP4
+            yield CUDA_BF16 if form == DEQUANTIZED else by_codes, OF_FORMAT[format_]
 
 
-def inductor_kernels_of(recipe: Recipe, codes: bool) -> Iterator[str]:
+def inductor_kernels_of(recipe: Recipe, forms: Forms) -> Iterator[str]:
     """The schemes of which Inductor may make kernels in its forward."""
     for operand in (recipe.fprop.a, recipe.fprop.b) if recipe.fprop else ():
         if not get_transform(operand.transform).size > 1:
-            yield _named(operand, codes, saved=not get_scheme(operand.scheme).stochastic)
+            yield _named(operand, forms, saved=not get_scheme(operand.scheme).stochastic)
 
 
 def inductor_kernels_ahead(
@@ -159,12 +169,13 @@ def inductor_kernels_ahead(
 ) -> list[str]:
     """Schemes of Inductor kernels for linear layers with these recipes, on a GPU."""
     index = torch.cuda.current_device() if device.index is None else device.index
-    codes = unsupported(index) is None and multiplies_codes(index)
+    known = torch.cuda.get_device_capability(index) if unsupported(index) is None else (0, 0)
+    forms = operand_forms(known)
     recipes = [parse(*text) for text in dict.fromkeys(texts)]
-    return list(dict.fromkeys(scheme for r in recipes for scheme in inductor_kernels_of(r, codes)))
+    return list(dict.fromkeys(scheme for r in recipes for scheme in inductor_kernels_of(r, forms)))
 
 
-def fused_calls(recipe: Recipe, codes: bool) -> Iterator[QuantizerCall]:
+def fused_calls(recipe: Recipe, forms: Forms) -> Iterator[QuantizerCall]:
     """Quantizers that may compute a gradient instead of reading it. An ellipsis is a seed."""
     for variant, operand in _of_gradients(recipe):
         if variant == ROWWISE or get_scheme(operand.scheme).is_tensorwise:
@@ -173,7 +184,7 @@ def fused_calls(recipe: Recipe, codes: bool) -> Iterator[QuantizerCall]:
         yield QuantizerCall.named(
             QUANTIZE,
             x=None,
-            scheme=_named(operand, codes),
+            scheme=_named(operand, forms),
             transform=operand.transform,
             rotate_rows=not variant.rows_unrotated,
             rowwise=variant.rowwise,
@@ -207,13 +218,18 @@ def _of_gradients(recipe: Recipe) -> Iterator[tuple[QuantizerVariant, Operand]]:
         yield COLUMNWISE._replace(rotated=rotated), wgrad
 
 
-def _named(operand: Operand, codes: bool, saved: bool = False) -> str:
+def _form(operand: Operand, forms: Forms) -> str | None:
+    """The form in which GEMMs read an operand; None in fp8, which has one form only."""
+    return forms.get(get_scheme(operand.scheme).format)
+
+
+def _named(operand: Operand, forms: Forms, saved: bool = False) -> str:
     """The scheme as passes name it for what reads the operand (`swizzle_scales`,
     `dequantize_operands`). saved: another graph reads it too, as codes."""
-    scheme = get_scheme(operand.scheme)
-    if scheme.is_tensorwise:
+    scheme, form = get_scheme(operand.scheme), _form(operand, forms)
+    if not form:
         return scheme.name
-    if codes:
+    if form == SWIZZLED:
         return scheme.with_form(SWIZZLED if scheme.block[0] == 1 else "").name
     dequantized = scheme.with_form(DEQUANTIZED).name
     return scheme.name if saved or not_served(dequantized, operand.transform) else dequantized

@@ -21,7 +21,8 @@ from q2compile.runtime_kernels.cuda.checked_cases import (
     checked_of,
     op_of,
 )
-from q2compile.runtime_kernels.cuda.jit.launch import multiplies_codes, unsupported
+from q2compile.runtime_kernels.cuda.gemm.operands import operand_forms
+from q2compile.runtime_kernels.cuda.jit.launch import unsupported
 from q2compile.runtime_kernels.cuda.quantize import grouped_check
 from q2compile.runtime_kernels.cuda.quantize.grouped_check import Group
 from q2compile.runtime_kernels.cuda.quantize.groups_of_recipes import groups_of_recipes
@@ -160,7 +161,7 @@ def group_rows(device: torch.device) -> Iterator[KernelRow]:
     def ask(group: Group) -> str | None:
         return unsupported(device.index) or grouped_check.rejection(group, device)
 
-    for group in groups_of_recipes(multiplies_codes(device.index)):
+    for group in groups_of_recipes(operand_forms(torch.cuda.get_device_capability(device))):
         counts = Counter(str(of) for of, _ in group.calls)
         of = " + ".join(f"{n} {name}" if n > 1 else name for name, n in counts.items())
         schemes = " + ".join(dict.fromkeys(scheme for _, scheme in group.calls))

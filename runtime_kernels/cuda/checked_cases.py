@@ -33,7 +33,9 @@ _ENDS = (3, 140, 140, 180)
 GEMM_ERROR = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10, torch.float32: 2.0**-10}
 
 # Ops for which only the format of a scheme counts.
-BY_FORMAT = ("dequantize", "gemm", "gemm_masked_unrotate", "grouped_gemm", "grouped_mm")
+BY_FORMAT = (
+    *("dequantize", "gemm", "gemm_masked_unrotate", "grouped_gemm", "grouped_mm", "to_e4m3"),
+)
 
 # The form of a GEMM: dtypes of its result and its bias, and whether scales are swizzled.
 Form = tuple[torch.dtype, torch.dtype | None, bool]
@@ -63,6 +65,7 @@ RESULTS = {
     "padded_ends": ("ends",),
     "signs": ("signs",),
     "split_scales": ("scales", "global scale"),
+    "to_e4m3": ("elements", "scale"),
     "transpose": ("codes", "scales"),
 }
 
@@ -284,6 +287,7 @@ _ARGUMENTS: dict[str, Callable[..., tuple]] = {
     "padded_ends": lambda s, t: (_ends(t),),
     "signs": lambda s, t: (_seed(), "rht128"),
     "split_scales": lambda s, t: (_matrix(t).float().abs(), s),
+    "to_e4m3": lambda s, t: (*_quantized(s, t), s),
     "transpose": lambda s, t: (*_quantized(s, t)[:2], s, _WIDTH, True),
     "gemm": _gemm,
     "gemm_masked_unrotate": _gemm_masked_unrotate,
@@ -315,10 +319,19 @@ def _masked_unrotate_cases(scheme: str) -> Iterator[tuple]:
         yield grad.to(dtype), *rest
 
 
+def _of_far_blocks(scheme: str) -> tuple:
+    """An operand whose blocks lie up to 2^17 below the largest."""
+    codes, scales, global_scale = _quantized(scheme, ROWS[0])
+    bits = torch.arange(scales.numel(), dtype=torch.uint8, device="cpu").remainder(18) + 100
+    return codes, bits.view(scales.shape).view(scales.dtype), global_scale, scheme
+
+
+_SQUARE = "mxfp4_rceil_32x32"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _OTHERS: dict[str, Callable[[str], Iterator[tuple]]] = {
     "dequantize": _dequantize_cases,
     "masked_unrotate": _masked_unrotate_cases,
+    "to_e4m3": lambda s: iter([_of_far_blocks(s), (*_quantized(_SQUARE, ROWS[0]), _SQUARE)]),
     "transpose": lambda s: iter([(*_quantized(s, ROWS[0])[:2], s, _WIDTH, False)]),
 }
 
@@ -388,7 +401,8 @@ CHECKED: dict[str | QuantizerVariant, tuple[str, ...]] = {
     "padded_ends": ("nvfp4",),
     "signs": ("nvfp4",),
     "split_scales": _with_swizzled("nvfp4_46_pow2", "nvfp4_pow2"),
-    "transpose": ("nvfp4_16x16_pow2", "mxfp4_rceil_32x32"),
+    "to_e4m3": (OF_FORMAT["mxfp4"],),
+    "transpose": ("nvfp4_16x16_pow2", _SQUARE),
     "gemm": tuple(OF_FORMAT.values()),
     "gemm_masked_unrotate": tuple(OF_FORMAT.values()),
     "grouped_gemm": tuple(OF_FORMAT.values()),

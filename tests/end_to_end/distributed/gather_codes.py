@@ -27,7 +27,6 @@ from in_graph_gathers import in_graph, in_graph_experts
 from recorded import (
     BF16,
     LONG,
-    MANY,
     SEQ,
     STEPS,
     Attach,
@@ -377,7 +376,6 @@ RECIPES = {"layers.0.gate": "quartet2", "layers.0.up": "nvfp4", "layers.0.down":
 RECIPES |= {"layers.1.gate": "mxfp4_2d", "layers.1.up": "tetrajet2"}
 RECIPES |= {"layers.1.down": "quartet2_search", "head": "quartet2"}
 all_recipes = simple(
-    MANY,
     options={"policy": RECIPES},
     policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
     gated=True,
@@ -414,7 +412,6 @@ SCENARIOS: dict[str, Callable[[Attach], Run]] = {
     "in_graph_experts": in_graph_experts,
 }
 ON_FOUR: dict[str, Callable[[Attach], Run]] = {
-    "recipes": all_recipes,
     "hsdp": simple(4, mesh=(2, 2)),
     "to_two": simple(1, reshard_after_forward=2),
     "uneven_four": simple(inner=90),

@@ -28,7 +28,7 @@ FORMS = ["quartet2", "recipes", "whole_blocks", "uneven_checkpointed", "uneven_k
 FORMS += ["attached_late", "evaluated", "fp32_columns", "not_compiled", "bare", "experts_rows"]
 FORMS += ["offloaded", "not_compilable", "read_by_others", "fp8"]
 IN_GRAPH = ["in_graph", "in_graph_experts"]
-FOUR = ["recipes", "hsdp", "two_dimensional", "expert_parallel"]
+FOUR = ["square_four", "hsdp", "two_dimensional", "expert_parallel"]
 FAULTS = ["fault_policy", "fault_model", "fault_attach"]
 PAIR = LAYERS * 2 * HIDDEN * 128  # elements of the weights in blocks
 # Bytes for each element: a code, a block's scale, and QuEST's mask.
@@ -99,16 +99,15 @@ def test_bytes_on_the_wire(two: Found) -> None:
     assert two[0]["quartet2"].count == 2 + 2 * LAYERS  # the eager embedding and head may be, too
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_bytes_of_all_recipes(ranks: int, two: Found, four: Found) -> None:
-    """20 steps of a compiled model under one fully_shard: each weight is gathered once in a step,
-    the head as codes, too."""
-    elements = dict.fromkeys(worker.RECIPES, HIDDEN * 128 / ranks)
-    elements["head"] = HIDDEN * VOCAB / ranks
+def test_bytes_of_all_recipes(two: Found) -> None:
+    """A compiled model under one fully_shard: each weight is gathered once in a step, the head as
+    codes, too."""
+    elements = dict.fromkeys(worker.RECIPES, HIDDEN * 128 / 2)
+    elements["head"] = HIDDEN * VOCAB / 2
     saved = sum((2 - BYTES[worker.RECIPES[name]]) * n for name, n in elements.items())
-    for rank in two if ranks == 2 else four:
+    for rank in two:
         run, plain = rank["recipes"], rank["recipes.plain"]
-        assert run.bytes == [plain.bytes[0]] * 2 + [plain.bytes[0] - saved] * (worker.MANY - 2)
+        assert run.bytes == [plain.bytes[0]] * 2 + [plain.bytes[0] - saved] * (worker.STEPS - 2)
         assert run.why == dict.fromkeys(worker.RECIPES, "gathers codes")
 
 
@@ -172,6 +171,8 @@ def test_bytes_of_columns_and_of_tensor_parallel_parts(two: Found, four: Found) 
     assert run.bytes[0] - run.bytes[-1] == (2 - BYTES["quartet2"]) * elements
     run = four[0]["hsdp"]
     assert run.bytes[0] - run.bytes[-1] == (2 - BYTES["quartet2"]) * PAIR
+    run = four[0]["square_four"]  # a quarter of the weights, 192 wide, on each rank
+    assert run.bytes[0] - run.bytes[-1] == (2 - BYTES["nvfp4"]) * PAIR * 192 // 128 // 2
 
 
 def test_bytes_of_fp8(two: Found) -> None:

@@ -21,6 +21,7 @@ from q2compile.runtime_kernels import kernel_states
 from q2compile.runtime_kernels.cpu import build
 from q2compile.runtime_kernels.cuda import checked_cases, checks, selfcheck
 from q2compile.runtime_kernels.cuda.checked_cases import CheckKey
+from q2compile.runtime_kernels.cuda.gemm.operands import operand_forms
 from q2compile.runtime_kernels.cuda.jit import launch, nvrtc
 from q2compile.runtime_kernels.cuda.quantize import fused, quantizers
 from q2compile.runtime_kernels.kernel_states import assumed_capability
@@ -31,9 +32,7 @@ from q2compile.runtime_kernels.registry import CPP, CUDA
 from tests.support.emulation.inductor import INDUCTOR_OPTIONS, emulate, serve_as_on
 
 QUANTIZING = sorted(name for name in RECIPES if name != "bf16")
-# The GEMM of codes of MXFP4 on a GPU without fp4 tensor cores is one that no CPU runs.
-CASES = [(name, 100) for name in QUANTIZING]
-CASES += [(name, 90) for name in QUANTIZING if name not in ("mxfp4", "quartet")]
+CASES = [(name, capability) for capability in (100, 90) for name in QUANTIZING]
 
 
 def asked(monkeypatch, recipe: str, capability: int) -> set[tuple[str, str]]:
@@ -64,13 +63,14 @@ def asked(monkeypatch, recipe: str, capability: int) -> set[tuple[str, str]]:
 def test_those_are_begun_that_are_asked_for(monkeypatch, recipe, capability):
     """Checks that this model does not need: split_scales in nvfp4, since two ops read x and only
     Inductor kernels use it; large weights, which are only dequantized; codes that are not saved."""
-    foreseen = set(checked_calls(resolve(recipe), codes=capability == 100))
+    foreseen = set(checked_calls(resolve(recipe), operand_forms(divmod(capability, 10))))
     found = asked(monkeypatch, recipe, capability)
     assert found <= foreseen
     fprop, dgrad = resolve(recipe).fprop, resolve(recipe).dgrad
     weight = get_scheme(fprop.b.scheme) if fprop else None
-    # A large weight in square blocks, or in fp8, is not dequantized.
-    dequantized = capability == 90 and not weight.is_transposable
+    # A large weight in square blocks, in fp8 or in e4m3 is not dequantized.
+    dequantized = capability == 90 and weight and weight.format == "nvfp4"
+    dequantized = dequantized and not weight.is_transposable
     large = {checked_cases.ROWWISE} if dequantized else set()
     if weight and dgrad.b.requantized and rounds_by_scales(weight):
         large |= {checked_cases.REQUANTIZED._replace(by_scales=True)}
