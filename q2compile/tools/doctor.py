@@ -87,7 +87,7 @@ def _result(states: Counter[str], seconds: float) -> str:
     elif states[SERVES]:
         what = f"{states[SERVES]} kernels serve this machine; they were not checked"
     else:
-        what = "no kernel serves this machine; all runs as its torch reference"
+        what = "no kernel serves this machine; every op runs as its torch reference"
     others = {state: count for state, count in states.items() if state not in _STATED}
     return "; ".join([f"result    {what}", *(f"{n} are {state}" for state, n in others.items())])
 

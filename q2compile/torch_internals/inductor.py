@@ -162,8 +162,8 @@ def pass_in_slot(slot: str = PASS_SLOT) -> Any:
     if isinstance(current, list | tuple):
         if len(current) > 1:
             raise ConfigError(
-                f"torch._inductor.config.{slot} holds {len(current)} passes; one can run "
-                "before q2compile's: combine them into one CustomGraphPass"
+                f"torch._inductor.config.{slot} holds {len(current)} passes, and only one can run "
+                "before q2compile's; combine them into one CustomGraphPass"
             )
         current = current[0] if current else None
     return current

@@ -80,7 +80,7 @@ def test_an_operand_of_ones_own():
     ("spec", "said"),
     [
         (3, "recipe: got 3 (int)"),
-        ({"base": "quartet2", "recipe": "bf16"}, "either 'recipe' or 'base'"),
+        ({"base": "quartet2", "recipe": "bf16"}, "both 'recipe' and 'base'"),
         ({"base": "quartet2", "wgrad": {"w": {}}}, "unknown operand of wgrad 'w'"),
         ({"base": "quartet2", "wgrad": {"x": {"schema": "a"}}}, "did you mean 'scheme'?"),
         ({"base": "quartet2", "wgrad": {"x": {"scheme": "nvfp5"}}}, "did you mean 'nvfp4'?"),
