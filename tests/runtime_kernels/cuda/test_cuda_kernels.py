@@ -494,7 +494,7 @@ def test_this_gpu_is_served() -> None:
 
 
 def test_doctor(capsys) -> None:
-    assert cli.main(["doctor"]) == 0
+    assert cli.main(["doctor", "--verbose"]) == 0
     report = capsys.readouterr().out
     assert report.count("  passed (") >= len(checked_cases.CHECKED)
     assert "FAULT" not in report
