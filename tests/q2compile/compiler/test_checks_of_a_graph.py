@@ -125,7 +125,8 @@ def test_a_graph_whose_kernel_is_rejected_is_compiled_again(
         unsupported=lambda *args: checks.rejection(request(how, folder)),
         prepare=lambda *args: kinds.append(("loaded", how)),
     )
-    layer, x = nn.Linear(64, 64), torch.randn(32, 64)
+    # Of other sizes each time, which no cache has.
+    layer, x = nn.Linear(64, 96 if fails else 64), torch.randn(32, 64)
     if how == "wrong":
         with pytest.warns(KernelWarning, match="kernel 'broken' of q2::gemm on cpu is rejected"):
             torch.compile(layer, backend="quartet2")(x).sum().backward()
