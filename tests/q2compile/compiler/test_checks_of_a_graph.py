@@ -92,7 +92,7 @@ def test_no_kernel_is_rejected_if_waiting_fails(monkeypatch, folder) -> None:
 
     with pytest.raises(DeviceLostError), checks.awaited_together() as rejected:
         monkeypatch.setattr(checks, "begin", lambda request: None)
-        monkeypatch.setattr(checks, "_checked", failing)
+        monkeypatch.setattr(checks.CHECKER, "submit", failing)
         assert checks.rejection(request("right", folder)) is None
     assert rejected == {}
 
@@ -104,7 +104,7 @@ def test_a_graph_whose_kernel_is_rejected_is_compiled_again(
     """Also if the compilation fails, of which the kernel may be the cause. Inductor's caches, which
     have the code for that kernel by now, are asked by another key."""
     how, _, fails = how.partition(", ")
-    run, kinds, passes, inner = PostGradPasses._run, [], set(), compile_fx.compile_fx_inner
+    run, kinds, passes, inner = PostGradPasses.run_passes, [], set(), compile_fx.compile_fx_inner
 
     def counted(self, graph, kind) -> None:
         kinds.append((kind, self.uuid()))
@@ -117,7 +117,7 @@ def test_a_graph_whose_kernel_is_rejected_is_compiled_again(
             raise RuntimeError("ptxas fatal: unknown target")
         return code
 
-    monkeypatch.setattr(PostGradPasses, "_run", counted)
+    monkeypatch.setattr(PostGradPasses, "run_passes", counted)
     monkeypatch.setattr(compile_fx, "compile_fx_inner", failing)
     calls = candidate(
         "gemm",
@@ -125,7 +125,7 @@ def test_a_graph_whose_kernel_is_rejected_is_compiled_again(
         unsupported=lambda *args: checks.rejection(request(how, folder)),
         prepare=lambda *args: kinds.append(("loaded", how)),
     )
-    # Of other sizes each time, which no cache has.
+    # Sizes that no cache has seen.
     layer, x = nn.Linear(64, 96 if fails else 64), torch.randn(32, 64)
     if how == "wrong":
         with pytest.warns(KernelWarning, match="kernel 'broken' of q2::gemm on cpu is rejected"):
@@ -159,7 +159,7 @@ def test_a_step_waits_for_no_check_that_its_compilation_did_not_begin(
 ) -> None:
     """A call site asks whether its kernels are checked. On a new machine they all are by then, so
     nothing has to be foreseen."""
-    late, launched, asked = [], [], checks._checked
+    late, launched, submit = [], [], checks.CHECKER.submit
 
     def noted(call):
         def enqueue(site, given):
@@ -169,13 +169,13 @@ def test_a_step_waits_for_no_check_that_its_compilation_did_not_begin(
 
         return enqueue
 
-    def checked(request):
+    def submitted(request, after=()):
         late.extend([request.label] if launched else [])
-        return asked(request)
+        return submit(request, after)
 
     for site in (CallSite, GroupedCallSite, FusedCallSite):
         monkeypatch.setattr(site, "enqueue", noted(site.enqueue))
-    monkeypatch.setattr(checks, "_checked", checked)
+    monkeypatch.setattr(checks.CHECKER, "submit", submitted)
     model = nn.Sequential(nn.Linear(512, 512), nn.SiLU(), nn.Linear(512, 512)).cuda().bfloat16()
     x = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     compiled = torch.compile(model, backend="quartet2", options={"recipe": recipe})
