@@ -115,7 +115,7 @@ def _prepare_devices(example_inputs: Sequence[Any]) -> None:
     """Warns of versions that are known to be bad with a GPU. For a CPU, a thread compiles its
     kernels while Inductor compiles the graph."""
     types = {x.device.type for x in example_inputs if isinstance(x, torch.Tensor)}
-    if "cuda" in types:
+    if "cuda" in types and torch.cuda.is_available():  # fake tensors need no GPU
         warn_of_known_bad(torch.cuda.current_device())
     elif "cpu" in types and why_disabled(QUANTIZE, CPP) is None:
         build.begin(os.getpid())
