@@ -18,7 +18,7 @@ from q2compile import backend
 from q2compile.compiler.post_grad_passes import PostGradPasses
 from q2compile.runtime_kernels import kernel_states
 from q2compile.runtime_kernels.cpu import build
-from q2compile.runtime_kernels.cuda import check_child, checks, selfcheck
+from q2compile.runtime_kernels.cuda import checks, selfcheck
 from q2compile.runtime_kernels.cuda.call_site import CallSite, GroupedCallSite
 from q2compile.runtime_kernels.cuda.checked_cases import (
     REQUANTIZED,
@@ -43,7 +43,6 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 def folder(monkeypatch, tmp_path):
     """The folder in which checks leave marks."""
     monkeypatch.setenv("Q2COMPILE_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(check_child, "SECONDS", 10.0)
     forget_checks()
     (tmp_path / "ran").mkdir()
     yield tmp_path / "ran"
