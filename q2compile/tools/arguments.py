@@ -218,6 +218,11 @@ def doctor(parser: argparse.ArgumentParser) -> None:
         "--recheck", action="store_true", help="check only the kernels that are rejected so far"
     )
     parser.add_argument(
+        "--sweep",
+        action="store_true",
+        help="check only the GEMMs of a GPU, with 1 to 4096 rows; takes a minute",
+    )
+    parser.add_argument(
         "--clear-cache",
         action="store_true",
         help="delete compiled kernels and results of checks, then exit",
