@@ -51,8 +51,8 @@ def explain(
     The report prints as a table, with one row per matmul: module, shape, the recipe of each GEMM,
     taken or not and why, and what is saved for backward (when the call runs with gradients
     enabled). Linears that the forward did not bring to the backend are rows too. Raises what the
-    backend raises. Buffers, gradients, training flags and torch's random state are restored
-    afterwards; a function that steps an optimizer steps it.
+    backend raises. Buffers, attributes, gradients, training flags and torch's random state are
+    restored afterwards; a function that steps an optimizer steps it.
     """
     is_model = isinstance(model, torch.nn.Module)
     original = original_module(model) if is_model else None
