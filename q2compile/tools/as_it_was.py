@@ -26,12 +26,13 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, type, torch.dtype, 
 class State:
     """The state of models that a call may change: buffers, submodules, training flags, gradients,
     ``requires_grad``, and attributes that the model's own Python code sets, such as counters and
-    caches; `weights`, too.
+    caches; ``weights``: also the values of parameters.
 
     Attributes are followed into containers, and into objects that hold nothing but data.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, weights: bool = False) -> None:
+        self._with_weights = weights
         # id -> (tensor, a copy of it, whether it requires a gradient)
         self._values: dict[int, tuple[Tensor, Tensor, bool]] = {}
         self._parameters: dict[int, tuple[nn.Parameter, Tensor | None, bool]] = {}
@@ -39,15 +40,15 @@ class State:
         # id -> (container, the keys that are not restored, a copy of the rest)
         self._containers: dict[int, tuple[Any, Collection[str], Any]] = {}
 
-    def keep_model(self, model: nn.Module, *, weights: bool = False) -> None:
-        """Keep a model's state, and clear gradients. ``weights``: also its parameters' values."""
+    def keep_model(self, model: nn.Module) -> None:
+        """Keep a model's state, and clear gradients."""
         for _, module in named_modules(model):
             if id(module) in self._modules:
                 continue
             own = object.__getattribute__(module, "__dict__")
             parameters = own_parameters(module).values()
             self._modules[id(module)] = module, module.training, set(own.get("_parameters", ()))
-            for p in parameters if weights else ():
+            for p in parameters if self._with_weights else ():
                 self._keep_value(p)
             self.keep_tensors(parameters)
             for name in ("_buffers", "_non_persistent_buffers_set", "_modules"):
@@ -164,9 +165,9 @@ def _is_of_torch(function: Any) -> bool:
 @contextmanager
 def as_it_was(model: nn.Module | None, *, weights: bool = False) -> Iterator[State]:
     """Restores ``model`` (see `State`) and torch's generators after the code inside."""
-    state = State()
+    state = State(weights=weights)
     if model is not None:
-        state.keep_model(model, weights=weights)
+        state.keep_model(model)
     try:
         with same_random_numbers():
             yield state

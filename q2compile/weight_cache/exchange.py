@@ -24,6 +24,7 @@ from torch import Tensor
 
 from q2compile.errors import ConfigError
 from q2compile.weight_cache import shard_codes
+from q2compile.weight_cache.eager_readers import ReaderExchange
 from q2compile.weight_cache.shard_batch import Graphs, ShardBatch
 from q2compile.weight_cache.sharded_weight import UNREAD, RequestedCodes, ShardedWeight
 
@@ -45,10 +46,12 @@ class Votes:
         self._agreed: list[RequestedCodes | None] = []  # of which there are batches
         self._batches: list[ShardBatch] = []
         self._graphs: Graphs = {}
+        self._readers = ReaderExchange(weights[0].record.device, group)
 
     def begin(self) -> None:
         """Agree at the start of each forward, and quantize the shards of what is agreed on."""
         self._adopt()
+        self._exchange_readers()
         votes = []
         for weight in self.weights:
             n = weight.number
@@ -65,6 +68,14 @@ class Votes:
         of_batch = iter(agreed)
         for batch in self._batches:
             batch.quantize(counted[:0] if batch.is_local else next(of_batch))
+
+    def _exchange_readers(self) -> None:
+        """Gather the values, too, of weights that eager code of any of the ranks may read."""
+        if any(self._agreed):
+            found = self._readers.any_of([weight.has_readers for weight in self.weights])
+            for weight, has_readers in zip(self.weights, found, strict=True):
+                if has_readers:
+                    weight.bring_values()
 
     def _batch(self) -> None:
         """Sort the weights whose codes are agreed on by what FSDP2 gathers at once."""

@@ -32,8 +32,9 @@ def gather_codes(model: nn.Module) -> int:
     (``nvfp4``: 0.504, its blocks are 16x16; ``quartet``: 0.656, with the trust mask). The gathered
     codes are inputs of the compiled graph. Nothing is quantized twice, so losses, gradients and
     weights keep their bits: `q2compile.weight_cache.shard_codes` has the argument. Each forward of
-    the model has one more collective, a maximum of 16 bytes for each weight; and one more for each
-    further dimension of the mesh (HSDP, tensor parallel).
+    the model has two more collectives, maxima of 1 and of 16 bytes for each weight, of which the
+    host waits for the first; and one more for each further dimension of the mesh (HSDP, tensor
+    parallel).
 
     Graphs that take codes are compiled without CUDA graphs, and the report says so. Under
     ``CPUOffloadPolicy`` the codes are made on the GPU, of shards that are copied there twice
@@ -63,10 +64,11 @@ def gather_codes(model: nn.Module) -> int:
     Other readers get values. A module that runs without its compiled graph gathers them; with
     graphs of another backend all weights are gathered as values, too; after a forward that no
     backward follows the weights that FSDP2 keeps gathered hold values, and between a forward and
-    its backward their modules show the shards. Code that is not compiled and reads a weight in the
-    middle of the model's forward or backward, as a hook that prints norms, gets a RuntimeError,
-    from the op that reads or at the end of the forward: it should read before the forward, after
-    it, or be compiled.
+    its backward their modules show the shards. Values are gathered besides codes where a module
+    has a hook, on any rank, or a forward that is not compiled and names a weight inside it
+    (`eager_readers`); a warning says so. Other code that is not compiled and reads a weight in the
+    middle of the model's forward or backward gets a RuntimeError, from the op that reads or at the
+    end of the forward: it should read in a hook, before the forward or after it, or be compiled.
 
     This is a function, and no option of the backend: options belong to one compiled part of a model
     and are first seen in the middle of a forward, after its first gathers. Ranks with different
