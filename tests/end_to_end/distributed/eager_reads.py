@@ -16,12 +16,19 @@ from torch.distributed.fsdp import fully_shard
 Build = Callable[..., Any]
 
 
-class Absorbed(nn.Module):
-    """Its forward is not compiled, and multiplies a weight of the compiled module inside."""
+class Around(nn.Module):
+    """Its forward is not compiled; the module inside is."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
         self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+class Absorbed(Around):
+    """Its forward also multiplies a weight of the module inside."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x) + 0.01 * self.read(x)
@@ -31,30 +38,35 @@ class Absorbed(nn.Module):
         return x @ w.mT @ w
 
 
-def absorbed(build: Build, attach: Attach) -> Run:
+def layerwise_model(build: Build, kind: type[Around]) -> Any:
     model, _ = build(compiled=False, sharded=False)
-    model.layers = nn.ModuleList(map(Absorbed, model.layers))
+    model.layers = nn.ModuleList(map(kind, model.layers))
     for layer in model.layers:
         layer.inner.compile(backend="quartet2", options={"inner": "eager"})
         fully_shard(layer, mesh=mesh_of(dist.get_world_size()), mp_policy=BF16)
     fully_shard(model, mesh=mesh_of(dist.get_world_size()), mp_policy=BF16)
+    return model
+
+
+def absorbed(build: Build, attach: Attach) -> Run:
+    model = layerwise_model(build, Absorbed)
     return Training(model, model, attach).steps(4).done()
 
 
 def hooked(build: Build, attach: Attach) -> Run:
-    """Hooks of one rank, for one step: of a compiled layer that is sharded by itself, then, where
-    all is sharded at once, of an eager one in the forward and in the backward."""
-    layerwise = Training(*build(), attach).steps(3)
+    """Hooks of one rank, for one step: of a layer that is sharded by itself; then, where all is
+    sharded at once, of the last norm in the forward and in the backward."""
+    model = layerwise_model(build, Around)
+    layerwise = Training(model, model, attach).steps(3)
     read = layerwise.run.notes.setdefault("read", [])
 
     def look(*weights: Tensor) -> None:
         read.extend(w.detach().clone() for w in weights)
 
-    linears = [layer.up for layer in layerwise.model.layers]
     handles = []
     if dist.get_rank() == 1:
-        of_linear = torch.compiler.disable(lambda m, *_: look(m.weight))
-        handles.append(linears[0].register_forward_hook(of_linear))
+        of_layer = torch.compiler.disable(lambda m, *_: look(m.inner.up.weight))
+        handles.append(model.layers[0].register_forward_pre_hook(of_layer))
     layerwise.steps(1)
     for handle in handles:
         handle.remove()
