@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
+from functools import partial
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -76,11 +77,12 @@ class ReaderExchange:
 
     def __init__(self, device: torch.device, group: Any) -> None:
         self._device, self._group = device, group
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._apart: Callable[[], Any] = nullcontext
+        if device.type == "cuda":
+            self._apart = partial(torch.cuda.StreamContext, torch.cuda.Stream(device))
 
     def any_of(self, flags: list[bool]) -> list[bool]:
-        stream = self._stream
-        with nullcontext() if stream is None else torch.cuda.stream(stream):
+        with self._apart():
             found = torch.tensor(flags, dtype=torch.uint8).to(self._device)
             dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
             return list(map(bool, found.tolist()))

@@ -71,11 +71,10 @@ class Votes:
 
     def _exchange_readers(self) -> None:
         """Gather the values, too, of weights that eager code of any of the ranks may read."""
-        if any(self._agreed):
-            found = self._readers.any_of([weight.has_readers for weight in self.weights])
-            for weight, has_readers in zip(self.weights, found, strict=True):
-                if has_readers:
-                    weight.bring_values()
+        found = self._readers.any_of([weight.has_readers for weight in self.weights])
+        for weight, has_readers in zip(self.weights, found, strict=True):
+            if has_readers:
+                weight.bring_values()
 
     def _batch(self) -> None:
         """Sort the weights whose codes are agreed on by what FSDP2 gathers at once."""

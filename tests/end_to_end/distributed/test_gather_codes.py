@@ -113,11 +113,11 @@ def test_bytes_of_all_recipes(ranks: int, two: Found, four: Found) -> None:
 
 
 def test_bytes_to_agree_on(two: Found) -> None:
-    """Each forward after the first reduces four numbers for each weight that is gathered as codes,
-    and three for others, and later one byte for each. Without gather_codes there is none of it."""
+    """Each forward after the first reduces one byte for each weight, and four numbers for one that
+    is gathered as codes, three for others. A run without gather_codes has no such collective."""
     weights, others = 2 * LAYERS, 2
     for rank in two:
-        assert rank["quartet2"].reduced[:2] == [0, 12 * (weights + others)]
+        assert rank["quartet2"].reduced[:2] == [0, 13 * (weights + others)]
         assert set(rank["quartet2"].reduced[2:]) == {17 * weights + 13 * others}
         assert set(rank["quartet2.plain"].reduced) == {0}
 
