@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from types import CodeType, FunctionType
@@ -40,20 +40,20 @@ class EagerReaders:
         self._warned = False
 
     def find(self) -> Collection[nn.Module]:
-        """The modules with a hook, or a forward, that may read weights now."""
-        found: dict[nn.Module, str] = {}
-        if self._naming:
-            compiled = [m for m in self._names if own_compile_call(m) is not None]
-            inside = set[nn.Module]().union(*(self._inside[m] for m in compiled))
-            found = {m: "the forward" for m in self._naming if m not in inside}
+        """The modules with a hook, or a forward, that may read weights now; all, if one with a hook
+        is compiled, because Dynamo may run the code that it has compiled with it for others."""
         for_all = list(hooks_of_users(None))
-        for m in self._names:
-            for hook in (*for_all, *hooks_of_users(m)):
-                found[m] = f"the hook {name_of(hook)!r}"
+        hooks = {m: hook for m in self._names for hook in (*for_all, *hooks_of_users(m))}
+        if not hooks and not self._naming:
+            return ()
+        compiled = [m for m in self._names if own_compile_call(m) is not None]
+        inside = set[nn.Module]().union(*(self._inside[m] for m in compiled))
+        found = {m: "the forward" for m in self._naming if m not in inside}
+        found |= {m: f"the hook {name_of(hook)!r}" for m, hook in hooks.items()}
         if found and not self._warned:
             self._warned = True
             self._warn(*next(iter(found.items())))
-        return found.keys()
+        return found.keys() if inside.isdisjoint(hooks) else self._names.keys()
 
     def _warn(self, module: nn.Module, what: str) -> None:
         where = self._names[module] or type(module).__name__
@@ -71,12 +71,12 @@ class EagerReaders:
 
 
 class ReaderExchange:
-    """Tells all ranks that gather the same weights which of them are read on any rank. The host
-    waits for it, in a stream of its own: for the last collective of the backward before, and not
-    for the optimizer."""
+    """Tells all ranks of some process groups which weights are read on any of them. The host waits
+    for it, in a stream of its own: for the last collective of the backward before, and not for the
+    optimizer."""
 
-    def __init__(self, device: torch.device, group: Any) -> None:
-        self._device, self._group = device, group
+    def __init__(self, device: torch.device, groups: Sequence[Any]) -> None:
+        self._device, self._groups = device, groups
         self._apart: Callable[[], Any] = nullcontext
         if device.type == "cuda":
             self._apart = partial(torch.cuda.StreamContext, torch.cuda.Stream(device))
@@ -84,7 +84,8 @@ class ReaderExchange:
     def any_of(self, flags: list[bool]) -> list[bool]:
         with self._apart():
             found = torch.tensor(flags, dtype=torch.uint8).to(self._device)
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
+            for group in self._groups:
+                dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
             return list(map(bool, found.tolist()))
 
 

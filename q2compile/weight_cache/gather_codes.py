@@ -33,7 +33,7 @@ def gather_codes(model: nn.Module) -> int:
     codes are inputs of the compiled graph. Nothing is quantized twice, so losses, gradients and
     weights keep their bits: `q2compile.weight_cache.shard_codes` has the argument. Each forward of
     the model has two more collectives, maxima of 1 and of 16 bytes for each weight, of which the
-    host waits for the first; and one more for each further dimension of the mesh (HSDP, tensor
+    host waits for the first; and two more for each further dimension of the mesh (HSDP, tensor
     parallel).
 
     Graphs that take codes are compiled without CUDA graphs, and the report says so. Under

@@ -88,6 +88,18 @@ def hooked(build: Build, attach: Attach) -> Run:
     return layerwise.done()
 
 
+def hooked_inside(build: Build, attach: Attach) -> Run:
+    """A hook of one rank in a compiled layer. There Dynamo breaks the graph of every layer."""
+    model, call = build()
+    seen: list[Tensor] = []
+    if dist.get_rank() == 0:
+        look = torch.compiler.disable(lambda m, *_: seen.append(m.weight.detach().clone()))
+        model.layers[0].up.register_forward_hook(look)
+    training = Training(model, call, attach).steps(4)
+    training.run.notes["read"] = seen
+    return training.done()
+
+
 def hidden(build: Build, attach: Attach) -> Run:
     """No hook, and a forward that names no weight. Another model of the process is then read by
     another backend."""

@@ -390,6 +390,7 @@ SCENARIOS: dict[str, Callable[[Attach], Run]] = {
     "read_by_others": read_by_others,
     "absorbed": partial(eager_reads.absorbed, build),
     "hooked": partial(eager_reads.hooked, build),
+    "hooked_inside": partial(eager_reads.hooked_inside, build),
     "hidden": partial(eager_reads.hidden, build),
     "changed": changed,
     "killed": killed,

@@ -27,6 +27,7 @@ Found = list[dict[str, Any]]  # of each rank: scenario -> Run
 FORMS = ["quartet2", "recipes", "whole_blocks", "uneven_checkpointed", "uneven_kept", "changed"]
 FORMS += ["attached_late", "evaluated", "fp32_columns", "not_compiled", "bare", "experts_rows"]
 FORMS += ["offloaded", "not_compilable", "read_by_others", "fp8", "absorbed", "hooked"]
+FORMS += ["hooked_inside"]
 IN_GRAPH = ["in_graph", "in_graph_experts"]
 FOUR = ["recipes", "hsdp", "two_dimensional", "expert_parallel"]
 FAULTS = ["fault_policy", "fault_model", "fault_attach"]
@@ -249,10 +250,12 @@ def test_other_readers_get_values(two: Found) -> None:
 
 def test_eager_readers_get_values(two: Found) -> None:
     """On the rank that has a hook; all ranks gather values, besides codes, of what it may read."""
-    for rank, count in zip(two, (2 * LAYERS, 1), strict=True):
-        run, plain = rank["hooked"], rank["hooked.plain"]
-        assert len(run.notes["read"]) == len(plain.notes["read"]) == count
-        assert all(map(torch.equal, run.notes["read"], plain.notes["read"]))
+    for rank, counts in zip(two, ((2 * LAYERS, 4), (1, 0)), strict=True):
+        for name, count in zip(("hooked", "hooked_inside"), counts, strict=True):
+            own, plain = (rank[key].notes["read"] for key in (name, f"{name}.plain"))
+            assert len(own) == len(plain) == count, name
+            assert all(map(torch.equal, own, plain)), name
+        run = rank["hooked"]
         layerwise, at_once = run.bytes[:6], run.bytes[6:]
         assert layerwise[3] - layerwise[2] == 2 * PAIR / LAYERS
         assert at_once[3] - at_once[2] == PAIR

@@ -54,7 +54,7 @@ HOOKS = {
     "function": hook,
     "partial": partial(hook, 1),
     "disabled": torch.compiler.disable(hook),
-    "method": wraps(hook)(lambda *_: None),
+    "wrapped": wraps(hook)(lambda *_: None),
 }
 
 
@@ -77,19 +77,19 @@ def test_a_forward_that_names_a_weight() -> None:
 def test_hooks(kind: str, name: str) -> None:
     """Hooks of a module run while the weights of modules around it are gathered, too; and all hooks
     while weights are gathered that FSDP2 keeps."""
-    model = Calls()
-    model.reads.compile(backend="eager")
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8)), nn.Linear(8, 8))
+    inner, outer = model
     readers = EagerReaders(model)
-    handle = getattr(model.reads.linear, f"register_{kind}")(HOOKS[name])
-    with pytest.warns(RuntimeWarning, match="hook' of 'reads.linear' may read weights"):
+    handle = getattr(inner[0], f"register_{kind}")(HOOKS[name])
+    with pytest.warns(RuntimeWarning, match="hook' of '0.0' may read weights"):
         found = readers.find()
-    assert set(found) == {model.reads.linear}
-    assert [readers.may_read(found, m, False) for m in (model, model.reads, model.linear)] == [
-        True,
-        True,
-        False,
-    ]
-    assert readers.may_read(found, model.linear, is_kept=True)
+    assert set(found) == {inner[0]}
+    assert readers.may_read(found, model, is_kept=False)
+    assert readers.may_read(found, inner, is_kept=False)
+    assert not readers.may_read(found, outer, is_kept=False)
+    assert readers.may_read(found, outer, is_kept=True)
+    inner.compile(backend="eager")
+    assert set(readers.find()) == set(model.modules())
     handle.remove()
     assert not readers.find()
 
