@@ -51,8 +51,8 @@ def explain(
     The report prints as a table with one row per matmul: module, shape, the recipe of each GEMM,
     whether it is taken and why not, and what is saved for the backward (if gradients are enabled).
     Linears that never reached the backend have rows, too. Errors of the backend are raised.
-    Buffers, gradients, training flags and torch's random state are restored afterwards. If
-    ``model`` is a function that steps an optimizer, the optimizer steps.
+    Buffers, attributes, gradients, training flags and torch's random state are restored
+    afterwards. If ``model`` is a function that steps an optimizer, the optimizer steps.
     """
     is_model = isinstance(model, torch.nn.Module)
     original = original_module(model) if is_model else None

@@ -32,8 +32,9 @@ def gather_codes(model: nn.Module) -> int:
     fp32 (``nvfp4``: 0.504, because its blocks are 16x16; ``quartet``: 0.656, with the trust mask).
     The gathered codes are inputs of the compiled graph. Nothing is quantized twice, so losses,
     gradients and weights keep their bits: `q2compile.weight_cache.shard_codes` has the argument.
-    Each forward of the model has one more collective, a maximum over 16 bytes per weight, and one
-    more for each further dimension of the mesh (HSDP, tensor parallel).
+    Each forward of the model has two more collectives, maxima of 1 and of 16 bytes per weight, and
+    two more for each further dimension of the mesh (HSDP, tensor parallel). The host waits for the
+    first.
 
     Graphs that take codes are compiled without CUDA graphs, and the report says so. Under
     ``CPUOffloadPolicy`` the codes are computed on the GPU, from shards that are copied there twice
@@ -59,12 +60,14 @@ def gather_codes(model: nn.Module) -> int:
         under ``reshard_after_forward=<int>``;
         in a gather outside of the model's forward and backward, such as ``module.unshard()``.
 
-    Other readers get values. A module that runs without its compiled graph gathers them, and so do
-    graphs of another backend. After a forward without a backward, the weights that FSDP2 keeps
-    gathered hold values. Between a forward and its backward, their modules show the shards. Code
-    that is not compiled and reads a weight in the middle of the model's forward or backward, such
-    as a hook that prints norms, gets a RuntimeError, from the op that reads or at the end of the
-    forward. It should read before or after the forward, or be compiled.
+    Other readers get values. A module that runs without its compiled graph gathers them. If the
+    graphs are another backend's, all weights are gathered as values. After a forward without a
+    backward, the weights that FSDP2 keeps gathered hold values. Between a forward and its backward,
+    their modules show the shards. Values are gathered beside codes where a module has a hook on any
+    rank, or a forward that is not compiled and names a weight inside it (`eager_readers`); a
+    warning says so. Other code that is not compiled and reads a weight in the middle of the model's
+    forward or backward gets a RuntimeError, from the op that reads or at the end of the forward. It
+    should read in a hook, before or after the forward, or be compiled.
 
     This is a function and not an option of the backend, because options belong to one compiled part
     of a model and are first seen in the middle of a forward, after its first gathers. Ranks with

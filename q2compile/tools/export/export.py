@@ -146,7 +146,8 @@ def _checked_format(
 ) -> Format:
     """The format's variant for the layers found. Raises ConfigError for what can't be exported."""
     if not found.uses:
-        why = "; ".join(f"{site}: {reason}" for site, reason in list(found.left.items())[:3])
+        left = {**found.left, **{site: row.why for site, row in found.not_seen.items()}}
+        why = "; ".join(f"{site}: {reason}" for site, reason in list(left.items())[:3])
         raise ConfigError(
             "export: the policy and the recipe leave no layer with 4-bit codes in its forward"
             f"{' (' + why + ')' if why else ''}. A model whose forward is bf16 is saved as it is, "
