@@ -458,21 +458,18 @@ def _wait(device: torch.device) -> None:
 # ---- all of them ---------------------------------------------------------------------------------
 
 _30M = {"llama_30m_64x512": "quartet2"} | {f"{name}_30m_64x512": name for name in RECIPES_30M}
-_8B: dict[str, dict[str, Any]] = {"llama_8b_step": {}}
-_8B |= {"llama_8b_step_kept": {"recompute_weights": False}}
+_8B = {"llama_8b_step": {}, "llama_8b_step_kept": {"recompute_weights": False}}
 _UNFUSED = {"llama_8b_step_unfused": {"fuse_rotations": False}}
 _FP8, _MXFP4, _MXFP4_OTHERS = (
     {f"{name}_8b_step": {"recipe": name} for name in names}
     for names in (("fp8", "quartet2_fp8"), ("mxfp4_2d",), ("mxfp4", "quartet"))
 )
-_GRAPHS = {"llama_30m_64x512_graphs": "quartet2"}
+_GRAPHS, _8X512 = ({f"llama_30m_{of}": "quartet2"} for of in ("64x512_graphs", "8x512"))
 BENCHMARKS = {
     "linears": Benchmark(linears, "models.json"),
     "llama": Benchmark(whole_llama, "models.json"),
     "30m_64x512": Benchmark(partial(small_llama, recipes=_30M, sequences=64), "steps.json"),
-    "30m_8x512": Benchmark(
-        partial(small_llama, recipes={"llama_30m_8x512": "quartet2"}, sequences=8), "steps.json"
-    ),
+    "30m_8x512": Benchmark(partial(small_llama, recipes=_8X512, sequences=8), "steps.json"),
     "30m_graphs": Benchmark(
         partial(small_llama, recipes=_GRAPHS, sequences=64, mode="reduce-overhead"), "steps.json"
     ),
