@@ -16,10 +16,11 @@ from torch._inductor.lowering import register_lowering
 from torch._inductor.virtualized import V
 
 from q2compile.lowering import gathered, gemm, launches
-from q2compile.lowering.inductor_kernels import fp8, quantize
+from q2compile.lowering.inductor_kernels import amax, fp8, quantize
 from q2compile.lowering.member import OpCall
 from q2compile.lowering.prologue import fused_launches
 from q2compile.runtime_kernels.ops.table import (
+    AMAX,
     DEQUANTIZE,
     GATHER_ROWS,
     GEMM,
@@ -37,6 +38,7 @@ from q2compile.runtime_kernels.ops.table import (
 Step = Callable[[OpCall], Any]  # the lowered outputs; None: the next step is tried
 
 LOWERINGS: dict[str, tuple[Step, ...]] = {
+    AMAX: (amax.amax, launches.launch),
     QUANTIZE: (
         fused_launches.prologue,  # our kernel computes its operand
         quantize.inductor_kernel,  # Inductor's kernel computes both

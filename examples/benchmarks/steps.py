@@ -21,6 +21,8 @@ said otherwise. Names, and the rows that each makes:
     8b_unfused      llama_8b_step_unfused: fuse_rotations=False, likewise
     8b_fp8          fp8_8b_step, quartet2_fp8_8b_step: those recipes, likewise
     8b_mxfp4        mxfp4_2d_8b_step, likewise;  8b_mxfp4_others: mxfp4_8b_step, quartet_8b_step
+    accumulation    RECIPE_accumulation_N, RECIPE_accumulation_N_cached: quartet2 and nvfp4 with
+                    steps of N micro-batches of `8b`, 8 layers; with cache_weights=True
     fused           fused_llama_step, fused_llama_first_step: `llama` with fuse_rotations over
                     without; the first step with warm caches of kernels
     host            host_us_per_call: microseconds of the host for an op of two launches in a
@@ -32,7 +34,7 @@ said otherwise. Names, and the rows that each makes:
                     over the step with all
     moe_gemm        moe_grouped_gemm: one stack of experts, [64, 1536, 2048], 8192 tokens by 8
     options         quartet2 with one pass or option changed, time and peak memory over quartet2's:
-                    plain, with gradient checkpointing, with four micro-batches; 4 layers of `llama`
+                    plain, with gradient checkpointing; 4 layers of `llama`
     telemetry       telemetry_every_100: a Llama of 2 layers with {"telemetry": {"every": 100}} over
                     without; telemetry_idle: a step that records nothing; telemetry_recorded: the
                     recorded step alone. Runs on a CPU, too, with a tiny Llama
@@ -48,8 +50,9 @@ import statistics
 import tempfile
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -67,6 +70,7 @@ from workloads import (
     LLAMA_8B_TOKENS,
     LLAMA_BATCH,
     LLAMA_SEQUENCE,
+    MICRO_BATCHES,
     MOE,
     MOE_BATCH,
     MOE_SEQUENCE,
@@ -92,6 +96,7 @@ from q2compile import telemetry
 from q2compile.tools.bench.alive import measured
 from q2compile.tools.bench.host import per_call, per_linear
 from q2compile.tools.bench.timing import in_turns
+from q2compile.torch_internals.optimizer_steps import look_up_optimizers
 
 BACKENDS = ("inductor", "quartet2")
 RECIPES_30M = ("nvfp4", "tetrajet2", "quartet", "mxfp4")  # beside quartet2
@@ -151,8 +156,7 @@ def expert_stack(args: Namespace) -> list[Row]:
 
 def whole_llama(args: Namespace) -> list[Row]:
     torch._dynamo.reset()
-    steps: dict[str, Step] = {}
-    peaks, first = {}, {}
+    steps, peaks, first = {}, {}, {}
     model, tokens = _llama()
     for backend in BACKENDS:
         step = steps[backend] = training_step(model, tokens, backend=backend)
@@ -206,18 +210,17 @@ def fused_llama(args: Namespace) -> list[Row]:
 
 def small_llama(
     args: Namespace, recipes: Mapping[str, str], sequences: int, mode: str | None = None
-) -> list[Row]:
+) -> Iterator[Row]:
     """Rows of the 30M Llama: name -> recipe, all in turns with BF16."""
     torch._dynamo.reset()
     model = llama_30m()
     tokens = random_tokens(VOCABULARY_30M, sequences, SEQUENCE_30M)
-    in_mode = {} if mode is None else {"mode": mode}
+    in_mode: Row = {} if mode is None else {"mode": mode}
     steps = {"bf16": training_step(model, tokens, **in_mode)}
     for name, recipe in recipes.items():
         options = {"recipe": recipe, **in_mode}
         steps[name] = training_step(model, tokens, backend="quartet2", options=options)
     times = in_turns(steps, rounds=10, calls=4)
-    rows = []
     for name in recipes:
         own: Row = {}
         if mode is None:
@@ -226,8 +229,7 @@ def small_llama(
             own["kernels"] = round(busy / times["bf16"], 3)
             own["bf16_launches"], bf16_busy = launches_of(steps["bf16"])
             own["bf16_kernel_milliseconds"] = round(bf16_busy, 2)
-        rows.append({**over_bf16(name, times[name], times["bf16"], TIMES), **own})
-    return rows
+        yield {**over_bf16(name, times[name], times["bf16"], TIMES), **own}
 
 
 def large_llama(args: Namespace, variants: Mapping[str, dict[str, Any]]) -> list[Row]:
@@ -235,11 +237,9 @@ def large_llama(args: Namespace, variants: Mapping[str, dict[str, Any]]) -> list
     torch._dynamo.reset()
     model = llama(LLAMA_8B, torch.bfloat16)
     tokens = random_tokens(LLAMA_8B["vocab_size"], 1, LLAMA_8B_TOKENS)
-    compile_with: dict[str, dict[str, Any]] = {"bf16": {}}
-    for name, options in variants.items():
-        compile_with[name] = {"backend": "quartet2", "options": options}
+    ours: Row = {name: {"backend": "quartet2", "options": own} for name, own in variants.items()}
     steps, first, peaks = {}, {}, {}
-    for name, how in compile_with.items():
+    for name, how in {"bf16": {}, **ours}.items():
         step = steps[name] = training_step(model, tokens, **how)
         gc.collect()
         first[name] = first_seconds(step)
@@ -257,12 +257,31 @@ def large_llama(args: Namespace, variants: Mapping[str, dict[str, Any]]) -> list
     return rows
 
 
+def accumulation(args: Namespace) -> Iterator[Row]:
+    """Rows of steps of several micro-batches, after each of which the weights change."""
+    torch._dynamo.reset()
+    model = llama({**LLAMA_8B, "num_hidden_layers": 8}, torch.bfloat16)
+    tokens = random_tokens(LLAMA_8B["vocab_size"], 1, LLAMA_8B_TOKENS)
+    for count in MICRO_BATCHES:
+        step_of = partial(training_step, model, tokens, count)
+        steps = {"bf16": step_of()}
+        for recipe, cached in product(("quartet2", "nvfp4"), (False, True)):
+            options = {"recipe": recipe, "cache_weights": cached}
+            name = f"{recipe}_accumulation_{count}" + "_cached" * cached
+            steps[name] = step_of(backend="quartet2", options=options)
+        in_turns(steps, rounds=1, calls=1)
+        look_up_optimizers(at_once=True)  # else codes are kept only after some seconds
+        times = in_turns(steps, rounds=6, calls=1)
+        for name in list(steps)[1:]:
+            row = over_bf16(name, times[name], times["bf16"], TIMES)
+            yield {**row, "peak_gib": round(peak_gib(steps[name]), 2)}
+
+
 def host(args: Namespace) -> list[Row]:
     own, bf16 = (per_linear(GPU, backend) for backend in ("quartet2", "inductor"))
-    unit = "microseconds"
     return [
-        {"name": "host_us_per_call", "ratio": round(per_call(GPU), 2), "unit": unit},
-        {"name": "host_us_per_linear", "ratio": round(own, 2), "unit": unit}
+        {"name": "host_us_per_call", "ratio": round(per_call(GPU), 2), "unit": "microseconds"},
+        {"name": "host_us_per_linear", "ratio": round(own, 2), "unit": "microseconds"}
         | {"value": round(own, 2), "bf16": round(bf16, 2)},
     ]
 
@@ -319,7 +338,6 @@ def moe_left_out(args: Namespace) -> list[Row]:
 
 # ---- options and passes --------------------------------------------------------------------------
 
-OPTIONS_LAYERS = 4
 PASSES = ("share_operands", "pair_directions", "share_rotations", "dequantize_operands")
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "plain": {
@@ -328,7 +346,6 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "recompute_weights": {"recompute_weights": True},
     },
     "checkpointed": {"quartet2": {}, "keep_packed": {"keep_packed": True}},
-    "micro_batches": {"quartet2": {}, "cache_weights": {"cache_weights": True}},
 }
 
 
@@ -338,30 +355,16 @@ def options(args: Namespace) -> list[Row]:
 
 def _options_of(group: str) -> list[Row]:
     torch._dynamo.reset()
-    model: Any = llama({**LLAMA, "num_hidden_layers": OPTIONS_LAYERS})
+    model: Any = llama({**LLAMA, "num_hidden_layers": 4})
     if group == "checkpointed":
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
-    batches = 4 if group == "micro_batches" else 1
-    tokens = random_tokens(LLAMA["vocab_size"], LLAMA_BATCH, LLAMA_SEQUENCE).chunk(batches)
-    steps: dict[str, Step] = {}
-    peaks: dict[str, float] = {}
+    tokens = random_tokens(LLAMA["vocab_size"], LLAMA_BATCH, LLAMA_SEQUENCE)
+    steps, peaks = {}, {}
     for name, changed in OPTIONS[group].items():
-        compiled = torch.compile(model, backend="quartet2", options=dict(changed))
-
-        def step(compiled: Any = compiled) -> None:
-            model.zero_grad(set_to_none=True)
-            for batch in tokens:
-                with torch.autocast("cuda", torch.bfloat16):
-                    loss = compiled(input_ids=batch, labels=batch).loss
-                loss.backward()
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.mul_(1.0)  # a new version, as an optimizer's step makes
-
-        step()
-        peaks[name] = peak_gib(step)
-        steps[name] = step
+        steps[name] = training_step(model, tokens, backend="quartet2", options=dict(changed))
+        steps[name]()
+        peaks[name] = peak_gib(steps[name])
     times = in_turns(steps, calls=2)
     first = next(iter(times))
     return [
@@ -478,6 +481,7 @@ BENCHMARKS = {
     "8b_fp8": Benchmark(partial(large_llama, variants=_FP8), "steps.json"),
     "8b_mxfp4": Benchmark(partial(large_llama, variants=_MXFP4), "steps.json"),
     "8b_mxfp4_others": Benchmark(partial(large_llama, variants=_MXFP4_OTHERS), "steps.json"),
+    "accumulation": Benchmark(accumulation, "steps.json"),
     "fused": Benchmark(fused_llama, "fusion.json"),
     "host": Benchmark(host, "steps.json"),
     "moe": Benchmark(moe, "moe.json"),

@@ -45,6 +45,7 @@ LLAMA_8B: dict[str, Any] = {
     "max_position_embeddings": 4096,
 }
 LLAMA_8B_TOKENS = 4096
+MICRO_BATCHES = (1, 2, 4, 8)
 TINY_LLAMA: dict[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 512,
@@ -116,17 +117,24 @@ def random_tokens(vocabulary: int, batch: int, sequence: int) -> torch.Tensor:
     return torch.randint(vocabulary, (batch, sequence), device=GPU)
 
 
-def training_step(model: nn.Module, tokens: torch.Tensor, **compile_with: Any) -> Step:
-    """Forward and backward of a causal language model of transformers under bf16 autocast, without
-    an optimizer. `compile_with` are arguments of torch.compile. Dynamo keeps earlier compilations
-    of the same model and uses them again for equal arguments."""
+def training_step(
+    model: nn.Module, tokens: torch.Tensor, micro_batches: int = 1, **compile_with: Any
+) -> Step:
+    """Forward and backward of a causal language model of transformers under bf16 autocast, for each
+    of some micro-batches, without an optimizer's step. `compile_with` are arguments of
+    torch.compile. Dynamo keeps earlier compilations of the same model and uses them again for equal
+    arguments."""
     compiled: Any = torch.compile(model, **compile_with)
+    parameters = tuple(model.parameters())
+    optimizer = torch.optim.SGD(parameters)  # codes of trained weights that have none are not kept
 
     def step() -> None:
-        model.zero_grad(set_to_none=True)
-        with torch.autocast("cuda", torch.bfloat16):
-            loss = compiled(input_ids=tokens, labels=tokens).loss
-        loss.backward()
+        torch.autograd.graph.increment_version(parameters)  # as a step of the optimizer does
+        optimizer.zero_grad(set_to_none=True)
+        for _ in range(micro_batches):
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = compiled(input_ids=tokens, labels=tokens).loss
+            loss.backward()
 
     return step
 

@@ -12,7 +12,8 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from q2compile.graph.nodes import GEMM_OPS, is_q2
-from q2compile.linear.autograd import LinearFunction, forward_parts
+from q2compile.linear.autograd import LinearFunction
+from q2compile.linear.dense import quantize_weight
 from q2compile.linear.experts import GroupedLinearFunction
 from q2compile.passes import PassConditions, passes_over
 from q2compile.recipes.recipe import GEMMS, Recipe
@@ -127,7 +128,9 @@ def _joint(
         x, w, dy, third = (torch.empty(s, device=_GPU, dtype=torch.bfloat16) for s in shapes)
         if grouped:
             third = torch.empty(experts, device=_GPU, dtype=torch.int32)
-        codes = forward_parts(w, recipe.fprop.b) if cached and recipe.fprop else []
+        both = is_trained and recipe.transposes_codes and not grouped
+        fprop = recipe.fprop if cached else None
+        codes = quantize_weight(w, str(fprop.b), w.dtype, both) if fprop else []
         module = make_fx(joint)(x, w, third if grouped or bias else None, dy, *codes)
     known: dict[str, str] = {}
     roles = ("x", "w", "bias or ends", "dy", *("w" for _ in codes))

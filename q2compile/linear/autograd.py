@@ -238,6 +238,8 @@ def _keep(
         saved.put_codes(f"{gemm_name}.{name}", codes)
         if seed is not None:
             saved[f"{gemm_name}.seed"] = seed
+    elif f"{gemm_name}.{name}.codes" in made:  # transposed before
+        saved.put_codes(f"{gemm_name}.{name}", made.codes(f"{gemm_name}.{name}"))
     else:
         saved.put_codes(name, made.codes(name))
         if f"{other}.mask" in made:
@@ -285,7 +287,7 @@ def _backward_gemm(
     if gemm.b.source == "fresh":
         b = product.columnwise(gemm_name, saved[name], gemm.b, seed, rng_offset=1)
         return product.gemm(gemm_name, gemm, a, b, None, dtype)
-    if gemm.b.source == "forward":
+    if f"{gemm_name}.{name}.codes" in saved:
         return product.gemm(gemm_name, gemm, a, saved.codes(f"{gemm_name}.{name}"), None, dtype)
     if gemm.b.source == "reuse":
         made = saved if recipe.fprop else Saved()
@@ -322,7 +324,7 @@ def forward(
 ) -> tuple[Tensor, Saved]:
     """y and what to save, for an autograd.Function whose first inputs are x, w and bias.
 
-    w_parts: what fprop makes of w, where it has been made before.
+    w_parts: what `quantize_weight` makes of w, where it has been made before.
     """
     with layouts_without_guards(x.shape[0]):
         return _forward(ctx, product, x, w, bias, recipe, seed_index, w_parts)
@@ -357,7 +359,11 @@ def _forward(
         y = product.plain("fprop", x, w, bias)
     else:
         qx = _put_forward_parts(made, "x", forward_parts(x, recipe.fprop.a))
-        qw = _put_forward_parts(made, "w", w_parts or forward_parts(w, recipe.fprop.b))
+        count = 3 + SCHEMES[recipe.fprop.b.scheme].masked
+        parts = w_parts[:count] or forward_parts(w, recipe.fprop.b)
+        qw = _put_forward_parts(made, "w", parts)
+        if transposed := w_parts[count:]:
+            made.put_codes("dgrad.w", (*transposed, qw[2]))
         y = product.gemm("fprop", recipe.fprop, qx, qw, bias, x.dtype)
     for name, seed in seeds.items():
         _keep(product, recipe, name, made, saved, seed)

@@ -26,7 +26,9 @@ _library.define(
     "linear(Tensor x, Tensor w, Tensor? bias, str fprop, str dgrad, str wgrad, int seed_index,"
     " Tensor[]? codes=None) -> Tensor"
 )
-_library.define("quantize_weight(Tensor w, str operand, ScalarType dtype) -> Tensor[]")
+_library.define(
+    "quantize_weight(Tensor w, str operand, ScalarType dtype, bool both=False) -> Tensor[]"
+)
 
 
 def linear(
@@ -62,11 +64,18 @@ def linear(
         return local_linear(x, w, bias)
 
 
-def quantize_weight(w: Tensor, operand: str, dtype: torch.dtype) -> list[Tensor]:
+def quantize_weight(
+    w: Tensor, operand: str, dtype: torch.dtype, both: bool = False
+) -> list[Tensor]:
     """fprop's quantization of w [N, K], first cast to ``dtype``: codes, scales, global scale, and
-    the mask of a QuEST scheme. ``operand`` is its text (`recipes.Operand`)."""
+    the mask of a QuEST scheme. ``operand`` is its text (`recipes.Operand`). both: then the codes
+    and scales transposed, for a dgrad that reuses them."""
+    wanted = Operand.parse(operand)
     with without_autocast(w.device.type):
-        return list(forward_parts(w.to(dtype), Operand.parse(operand)))
+        parts = list(forward_parts(w.to(dtype), wanted))
+        if both:
+            parts += torch.ops.q2.transpose(*parts[:2], wanted.scheme, w.shape[1])
+        return parts
 
 
 _library.impl("linear", linear, "CompositeImplicitAutograd")

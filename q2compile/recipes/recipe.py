@@ -127,6 +127,11 @@ class Recipe:
         return self.wgrad is not None and self.wgrad.b.source == "forward" and self.wgrad.b.draws
 
     @property
+    def transposes_codes(self) -> bool:
+        """Whether dgrad takes fprop's codes of w, transposed."""
+        return self.fprop is not None and self.dgrad is not None and self.dgrad.b.source == "reuse"
+
+    @property
     def block_rows(self) -> int:
         """Rows of w that share a scale."""
         of_w = [gemm.b.scheme for gemm in (self.fprop, self.dgrad) if gemm]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import CodeType
@@ -293,6 +293,13 @@ def _is_own_parameter(value: Any) -> bool:
     return isinstance(value, torch.nn.Parameter) and not isinstance(value, FakeTensor)
 
 
+def mark_static(placeholders: Iterable[fx.Node]) -> None:
+    """Mark inputs of a Dynamo graph whose addresses do not change from call to call: a CUDA graph
+    reads them where they are, as it does parameters, and is recorded again if one changes."""
+    for node in placeholders:
+        node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+
+
 def source_text(grapharg: Any) -> str:
     """Where Dynamo found an input: L['self']._modules['up']._parameters['weight']."""
     name = grapharg.source.name
@@ -361,6 +368,21 @@ def copied(gm: fx.GraphModule | None, graph: fx.Graph | None = None) -> fx.Graph
         if isinstance(inner, fx.GraphModule):
             setattr(new, name, copied(inner))
     return new
+
+
+def kept(gm: fx.GraphModule) -> Callable[[], fx.GraphModule]:
+    """A function that makes copies of ``gm`` as it is now. Their code, which costs more than the
+    graphs, is made then."""
+    graph = copy.deepcopy(gm.graph)
+    children = {n: kept(c) for n, c in gm.named_children() if isinstance(c, fx.GraphModule)}
+
+    def made() -> fx.GraphModule:
+        new = copied(gm, copy.deepcopy(graph))
+        for name, child in children.items():
+            setattr(new, name, child())
+        return new
+
+    return made
 
 
 def called_graphs(gm: fx.GraphModule) -> list[fx.GraphModule]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The option ``cache_weights``: fprop's codes of a weight are made once, and used until it changes.
+"""The option ``cache_weights``: codes of a weight are made once, and used until it changes.
 
 Without it every forward quantizes every weight: in each micro-batch of an accumulated gradient, and
 in each call of a model that does not train. With it the graph takes the codes as inputs. Its caller
@@ -8,7 +8,14 @@ makes them before the graph runs, so outside of any CUDA graph:
     before    y = q2.linear(x, w, b, ...)
     after     y = q2.linear(x, w, b, ..., [codes, scales, global_scale])
 
-Codes live as long as their weight's memory, at 4.5 bits per parameter. They are recomputed after
+A dgrad that reuses fprop's codes takes them transposed from there, too. One that rotates w with the
+signs of its dy quantizes fprop's codes anew: if micro-batches shared the signs and random bits of
+w, they would have to share those of dy, and the errors of two stochastic roundings by the same bits
+are correlated by one half.
+
+Codes live as long as their weight's memory, at 4.5 bits per parameter and direction. Under CUDA
+graphs they keep their addresses, so that they are not copied before a replay, and nothing is
+recorded again after a step. They are recomputed after
 
     a change of the weight's version counter: every in-place change that autograd sees, by
         optimizers, copy_, load_state_dict, init, under no_grad and inference_mode, too;
@@ -33,8 +40,19 @@ such a weight are recomputed in every call.
 Not detected: a write through an alias that is gone by the next call, outside of an optimizer's
 step, such as ``p.data.copy_(average)``, a raw pointer, or the replay of a CUDA graph that holds a
 step. Code that writes so must call `forget_weights` afterwards. FSDP writes so in every gather, so
-it raises an error here. A checksum in every call would detect it, but on a GPU the host would wait
-for its result, and reading the weight is most of the cost of quantizing it there.
+it raises an error here.
+
+The option is off by default, because common code writes so, and stale codes raise no error: target
+networks are averaged by ``p.data.copy_``, and adversarial training adds to ``p.data`` between two
+backward passes of one step, so that not even the micro-batches of a step are safe. Nothing cheap
+tells:
+
+    a checksum reads the weight, which is most of the cost of quantizing it on a GPU, and the host
+        would wait for its result; a sample of elements misses a row;
+    torch's copy-on-write (_lazy_clone) would mark a storage until somebody takes its pointer to
+        write. On a CPU it sees ``p.data.add_`` and fused optimizers. But torch's foreach and fused
+        CUDA kernels write through const_data_ptr (MultiTensorApply.cuh, read in 2.13), which leaves
+        the mark, and record_stream ignores a marked storage.
 """
 
 from __future__ import annotations
@@ -60,11 +78,13 @@ from q2compile.torch_internals.storage import has_other_holders
 
 @dataclass(frozen=True)
 class CodesLayout:
-    """A form of a weight: codes by ``operand`` of the weight, or its transpose, in dtype."""
+    """A form of a weight: codes by ``operand`` of the weight, or its transpose, in dtype. both:
+    and these codes transposed, which a dgrad reuses."""
 
     operand: str
     dtype: torch.dtype
     transposed: bool
+    both: bool = False
 
     def matrix(self, w: Tensor) -> Tensor:
         """The matrix to quantize, [..., K], of w [N, K], a stack of experts [E, N, K], or this
@@ -78,9 +98,9 @@ class CodesLayout:
         w = graph.placeholder("w")
         if self.transposed:
             w = graph.call_function(torch.ops.aten.t.default, (w,))
-        args = (w, self.operand, self.dtype)
+        args = (w, self.operand, self.dtype, self.both)
         parts = graph.call_function(torch.ops.q2.quantize_weight.default, args)
-        count = 3 + SCHEMES[Operand.parse(self.operand).scheme].masked
+        count = 3 + SCHEMES[Operand.parse(self.operand).scheme].masked + 2 * self.both
         graph.output(tuple(graph.call_function(getitem, (parts, i)) for i in range(count)))
         return fx.GraphModule(nn.Module(), graph)
 
@@ -94,6 +114,7 @@ class _Made:
     steps    the steps of the known optimizers that hold the weight, when the codes were made
     trained  whether a backward pass can have followed a call
     forms    Form -> its parts
+    current  the forms whose parts are of the weight as it is
     """
 
     weight: tuple[int, int]
@@ -102,6 +123,7 @@ class _Made:
     trained: bool = False
     holders: Holders = field(default_factory=Holders)
     forms: dict[CodesLayout, Sequence[Tensor]] = field(default_factory=dict)
+    current: set[CodesLayout] = field(default_factory=set)
 
     def changed(self, w: Tensor, state: Any) -> bool:
         """Whether ``w`` is, or may be, another than the codes were made of."""
@@ -113,10 +135,20 @@ class _Made:
             return True
         return needs and self.trained and not holders
 
-    def begin(self, w: Tensor, state: Any) -> None:
+    def begin(self, w: Tensor, state: Any, in_place: bool) -> None:
         """Codes are made of ``w`` as it is now."""
+        is_alike = self.state is not None and self.state[1:4] == state[1:4]
         self.state, self.steps = state, _counted(w, self.holders.known(w))
-        self.forms.clear()
+        self.current.clear()
+        if not (in_place and is_alike):
+            self.forms.clear()
+
+    def put(self, form: CodesLayout, parts: Sequence[Tensor]) -> None:
+        """Keep ``parts``, in the memory of earlier ones where there are any."""
+        for old, new in zip(self.forms.setdefault(form, parts), parts, strict=True):
+            if old is not new:
+                old.copy_(new)
+        self.current.add(form)
 
 
 # By storage, not by tensor: torch.utils.swap_tensors refuses a tensor that has weak references.
@@ -154,22 +186,30 @@ def _is_plain(w: Tensor) -> bool:
     return type(w) in (Tensor, nn.Parameter) and torch._C._has_storage(w)
 
 
-def _traceable(w: Tensor) -> bool:
-    """Whether a change of ``w`` would be seen, and codes made now will be there later: not while a
-    CUDA graph is captured, which must hold the quantization itself."""
-    if not _is_plain(w) or w.is_inference() or has_other_holders(w.untyped_storage()):
+def _can_keep(w: Tensor) -> bool:
+    """Whether ``w`` has a version, and codes made now will be there later: not while a CUDA graph
+    is captured, which must hold the quantization itself."""
+    if not _is_plain(w) or w.is_inference():
         return False
     return not (w.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def parts_of(
-    w: Tensor, form: CodesLayout, make: Callable[[Tensor], Sequence[Tensor]], adapters: Any = ()
+    w: Tensor,
+    form: CodesLayout,
+    make: Callable[[Tensor], Sequence[Tensor]],
+    adapters: Any = (),
+    in_place: bool = False,
 ) -> Sequence[Tensor]:
     """``make(w.detach())``, or what it gave when ``w`` was last as it is now.
 
     adapters  which are merged into ``w`` (see `adapters.Merged`)
+    in_place  new codes are written over those of the weight as it was. A backward that still needs
+              those raises torch's error about a tensor that was modified in place, as it does in
+              eager mode for the weight
     """
-    if not _traceable(w):
+    is_shared = _can_keep(w) and has_other_holders(w.untyped_storage())
+    if not _can_keep(w) or is_shared and not in_place:
         _forget(w)
         return make(w.detach())
     state = (w.data_ptr(), w.shape, w.stride(), w.dtype, w._version, adapters)
@@ -179,11 +219,11 @@ def parts_of(
         if made is None or made.weight != weight:
             made = _made[w.untyped_storage()] = _Made(weight)
         made.holders.note(w)
-        if made.changed(w, state):
-            made.begin(w, state)
+        if is_shared or made.changed(w, state):
+            made.begin(w, state, in_place)
         made.trained |= w.grad is not None or w.requires_grad and torch.is_grad_enabled()
-    if form not in made.forms:
+    if form not in made.current:
         # Codes made in inference mode could not be saved for a backward later.
         with torch.inference_mode(False), torch.no_grad():
-            made.forms[form] = make(w.detach())
+            made.put(form, make(w.detach()))
     return made.forms[form]

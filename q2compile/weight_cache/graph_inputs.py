@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,13 @@ from q2compile.capture.module_tree import named_modules
 from q2compile.errors import ConfigError
 from q2compile.graph.views import example, is_view_or_cast, transposes, viewed
 from q2compile.recipes.recipe import Recipe, parse
-from q2compile.torch_internals.dynamo import compiling_apart, copied, dtensor_method, parameter_of
+from q2compile.torch_internals.dynamo import (
+    compiling_apart,
+    copied,
+    dtensor_method,
+    mark_static,
+    parameter_of,
+)
 from q2compile.torch_internals.fsdp import local_part
 from q2compile.torch_internals.optimizer_steps import look_up_optimizers
 from q2compile.torch_internals.private_names import FakeTensor
@@ -38,10 +45,11 @@ Site = tuple[int, CodesLayout]  # the weight's place among the graph's inputs
 
 
 def take_codes(
-    gm: fx.GraphModule, example_inputs: list[Any], root: nn.Module | None
+    gm: fx.GraphModule, example_inputs: list[Any], root: nn.Module | None, cuda_graphs: bool
 ) -> tuple[fx.GraphModule, list[Any], list[Site]]:
     """A copy of ``gm``, rewritten to `q2::linear`, that takes the codes of its weights as further
-    inputs; the example inputs with theirs; and which they are.
+    inputs; the example inputs with theirs; and which they are. cuda_graphs: it will be recorded,
+    and the codes keep their addresses.
 
     Taken are parameters that are inputs of the graph, of sizes known now, and used in it by linears
     and embeddings alone, in checkpointed regions, too. Others are quantized in the graph as before.
@@ -51,8 +59,8 @@ def take_codes(
     for _, module in () if root is None else named_modules(root):
         if isinstance(module, FSDPModule | FullyShardedDataParallel):
             raise ConfigError(
-                "cache_weights: FSDP gathers weights without a trace in their version counters, so "
-                "a change can't be seen; leave the option out"
+                "cache_weights can't be used under FSDP, which rewrites the gathered weights in "
+                "every step without changing their version counters; leave out the option"
             )
     if root is None and torch.distributed.is_initialized():
         return gm, example_inputs, []  # what holds these weights, FSDP or not, is not known
@@ -64,10 +72,12 @@ def take_codes(
         and _has_sizes(example(node))
         and _only_read(own, node)
     }
-    inputs = Inputs(own, weights)
+    inputs = Inputs(own, weights, backward=torch.is_grad_enabled())
     inputs.rewrite()
-    codes = [example(node) for parts in inputs.sites.values() for node in parts]
-    return own, [*example_inputs, *codes], list(inputs.sites)
+    placeholders = [node for parts in inputs.sites.values() for node in parts]
+    if cuda_graphs:
+        mark_static(placeholders)
+    return own, [*example_inputs, *map(example, placeholders)], list(inputs.sites)
 
 
 def _has_sizes(w: Tensor) -> bool:
@@ -81,10 +91,17 @@ class Inputs:
 
     weights  placeholder -> its place among the inputs of the whole graph; read by `is_linear` alone
     sites    Site -> the placeholders of its parts
+    backward: codes that a dgrad reuses are taken transposed, too
     """
 
-    def __init__(self, gm: fx.GraphModule, weights: dict[fx.Node, int], outer: Any = None) -> None:
-        self.gm, self.weights = gm, weights
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        weights: dict[fx.Node, int],
+        outer: Any = None,
+        backward: bool = False,
+    ) -> None:
+        self.gm, self.weights, self.backward = gm, weights, backward
         self.outer = outer  # (the Inputs around, the node that calls this graph)
         self.sites: dict[Site, list[fx.Node]] = {}
 
@@ -100,14 +117,15 @@ class Inputs:
         source, recipe = views_of(node.args[1])[-1], recipe_of(node)
         if source not in self.weights or recipe.fprop is None:
             return
-        form = form_of(node)
+        both = self.backward and recipe.transposes_codes and example(node.args[0]).requires_grad
+        form = replace(form_of(node), both=both)
         parts = self.parts((self.weights[source], form), source)
         node.args = (*node.args, parts)
 
     def _region(self, node: fx.Node) -> None:
         body, arguments = region_of(self.gm, node)
         weights = {p: self.weights[w] for p, w in arguments.items() if w in self.weights}
-        Inputs(body, weights, (self, node)).rewrite()
+        Inputs(body, weights, (self, node), self.backward).rewrite()
 
     def parts(self, site: Site, source: fx.Node) -> list[fx.Node]:
         """The placeholders for what is made of a weight, new ones at the first call."""
@@ -118,8 +136,9 @@ class Inputs:
             local = local_part(w)
             assert isinstance(local, FakeTensor)
             with local.fake_mode, torch.no_grad():
-                matrix = site[1].matrix(w)
-                values = torch.ops.q2.quantize_weight(matrix, site[1].operand, site[1].dtype)
+                form, matrix = site[1], site[1].matrix(w)
+                how = form.operand, form.dtype, form.both
+                values = torch.ops.q2.quantize_weight(matrix, *how)
         else:
             around, call = self.outer
             outside = around.parts(site, next(w for w, i in around.weights.items() if i == site[0]))
@@ -217,10 +236,13 @@ def with_codes(
     example_inputs: list[Any],
     compile_form: Callable[[fx.GraphModule, list[Any]], Callable[..., Any]],
     merged: Merged | None = None,
+    *,
+    cuda_graphs: bool = False,
 ) -> Callable[..., Any]:
     """``compiled``, called with the weights' codes after its own inputs.
 
     merged: which adapters are merged into the weights of the model, if it is known.
+    cuda_graphs: ``compiled`` records the addresses of the codes.
     compile_form: makes a function of `CodesLayout.graph`, once for each layout and kind of weight.
         Now: a backend is called in Dynamo's compilation, in which the other threads go on.
         Tracing at the first call instead would fail theirs, as FX marks it for the whole process.
@@ -245,7 +267,8 @@ def with_codes(
         codes: list[Tensor] = []
         for (index, form), make in zip(sites, makers, strict=True):
             w = args[index]
-            codes += parts_of(w, form, make, () if merged is None else merged.of(w))
+            adapters = () if merged is None else merged.of(w)
+            codes += parts_of(w, form, make, adapters, in_place=cuda_graphs)
         return compiled(*args, *codes)
 
     return call

@@ -37,8 +37,11 @@ BY_FORMAT = (
     *("dequantize", "gemm", "gemm_masked_unrotate", "grouped_gemm", "grouped_mm", "to_e4m3"),
 )
 
-# The form of a GEMM: dtypes of its result and its bias, and whether scales are swizzled.
-Form = tuple[torch.dtype, torch.dtype | None, bool]
+# The form of a GEMM: dtypes of its result and its bias, and whether scales are swizzled; in a sweep
+# also how many rows its result has.
+Form = tuple[torch.dtype, torch.dtype | None, bool] | tuple[torch.dtype, None, bool, int]
+# Counts of rows at which kernels take other paths: `q2compile doctor --sweep`.
+SWEEP = (1, 15, 16, 17, 127, 128, 129, 1000, 2048, 3072, 4096, *range(64, 2048, 128))
 FORMS: tuple[Form, ...] = tuple(
     (dtype, bias, swizzled)
     for dtype in GEMM_ERROR
@@ -213,7 +216,7 @@ def _gemm(
     quantized: Callable[..., tuple] = _quantized,
     width: int = _WIDTH,
 ) -> tuple:
-    dtype, bias_dtype, swizzled = form
+    dtype, bias_dtype, swizzled, *_ = form
     name = scheme.removesuffix(SWIZZLED) + (SWIZZLED if swizzled else "")
     bias = None if bias_dtype is None else 4 * _matrix(_COLUMNS)[:, 0].to(bias_dtype)
     operands = (*quantized(name, rows, width), *quantized(name, _COLUMNS, width))
@@ -228,7 +231,7 @@ def _gemm_masked_unrotate(
     width: int = _WIDTH,
 ) -> tuple:
     """Arguments whose mask keeps about half of the elements, so that a mask not applied shows."""
-    dtype, _, swizzled = form
+    dtype, _, swizzled, *_ = form
     name = scheme.removesuffix(SWIZZLED) + (SWIZZLED if swizzled else "")
     mask = pack_bits(_matrix(rows, _PADDED) > 0)
     operands = (*quantized(name, rows, width), *quantized(name, _PADDED, width))
@@ -436,7 +439,7 @@ _IN_TRAINING = "by the tile of large products"
 
 
 def _words(form: Form, rows: int) -> str:
-    dtype, bias, swizzled = form
+    dtype, bias, swizzled, *_ = form
     parts = [f"{rows} x {_COLUMNS} in {dtype}"]
     parts += [f"with a bias in {bias}"] * (bias is not None) + ["from swizzled scales"] * swizzled
     return " ".join(parts)
@@ -445,8 +448,11 @@ def _words(form: Form, rows: int) -> str:
 def _gemm_cases(scheme: str, forms: Sequence[Form] | None) -> Iterator[Case]:
     quantized = functools.cache(_quantized)
     sources = _OF_GEMM[get_scheme(scheme).format]
-    for form, source, rows in product(forms or FORMS_OF["gemm"], sources, ROWS):
-        yield Case(_gemm(source, rows, form, quantized), f"a result of {_words(form, rows)}")
+    for form, source in product(forms or FORMS_OF["gemm"], sources):
+        width = _WHOLE if form[3:] else _WIDTH
+        for rows in form[3:] or ROWS:
+            arguments = _gemm(source, rows, form, quantized, width)
+            yield Case(arguments, f"a result of {_words(form, rows)}")
     for form in filter(_is_of_training, forms or FORMS_OF["gemm"]):
         arguments = _gemm(sources[0], ROWS[0], form, quantized, _WHOLE)
         yield Case(arguments, f"a result of {_words(form, ROWS[0])}, {_IN_TRAINING}", True)
@@ -454,8 +460,7 @@ def _gemm_cases(scheme: str, forms: Sequence[Form] | None) -> Iterator[Case]:
 
 def _is_of_training(form: Form) -> bool:
     """Whether a form is checked at large tiles: dtypes and bias change only the epilogue."""
-    dtype, bias, _ = form
-    return dtype == torch.bfloat16 and bias is None
+    return len(form) == 3 and form[:2] == (torch.bfloat16, None)
 
 
 def _unrotated_cases(scheme: str, forms: Sequence[Form] | None) -> Iterator[Case]:

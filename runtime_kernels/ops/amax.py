@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """q2::amax(x): the largest magnitude of a tensor.
 
-The only op that decomposes: as plain aten it fuses into the kernel that produces x, a norm or an
-activation, and costs no extra read.
+One node of a graph. Inductor lowers it as aten's ops (lowering/inductor_kernels/amax.py), so it
+fuses into the kernel that produces x, a norm or an activation, and costs no extra read.
 """
 
 import torch
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-from q2compile.runtime_kernels.registry import LIBRARY
+from q2compile.runtime_kernels.ops.table import AMAX
+from q2compile.runtime_kernels.registry import REFERENCE, define, kernel
+
+define("amax(Tensor x) -> Tensor", fake=lambda x: x.new_empty((), dtype=torch.float32))
 
 
+@kernel(AMAX, REFERENCE)
 def amax(x: torch.Tensor) -> torch.Tensor:
     """max |x| over the finite elements, an fp32 scalar; 0 if there are none. The global scale of a
     quantized operand is computed from it (numerics/blocks.py).
@@ -22,7 +26,3 @@ def amax(x: torch.Tensor) -> torch.Tensor:
         return x.new_zeros((), dtype=torch.float32)
     magnitude = x.abs()
     return torch.where(magnitude < torch.inf, magnitude, 0.0).amax().to(torch.float32)
-
-
-LIBRARY.define("amax(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-LIBRARY.impl("amax", amax, "CompositeImplicitAutograd")

@@ -12,16 +12,15 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from q2compile.graph.new_node import new_constant, new_node, new_size
 from q2compile.graph.node_meta import NOTE
-from q2compile.graph.nodes import depending_on_tangents, outputs_of
+from q2compile.graph.nodes import depending_on_tangents, is_q2, outputs_of
 from q2compile.graph.quantizers import is_forward_operand, quantizers
 from q2compile.graph.storages import hint_of
 from q2compile.passes.joint.gathered_rows import (
     GatheredRows,
     Zeroed,
     gathered,
-    is_rounding,
 )
-from q2compile.runtime_kernels.ops.table import MASK, QuantizerCall
+from q2compile.runtime_kernels.ops.table import AMAX, MASK, QuantizerCall
 
 _aten = torch.ops.aten
 _OFTEN = 2  # rows that are gathered, for one that there is, from which on it pays
@@ -96,8 +95,8 @@ class _Rewritten:
         with graph.inserting_before(node):
             source, rows = self._source()
             call, amax = self.call, self.call.args["amax"]
-            if amax is not None:
-                amax = self._amax(amax, call.x, source)
+            if amax is not None and is_q2(amax, AMAX) and amax.args[0] is call.x:
+                amax = self._call(amax.target, source)  # rows of zeros do not change it
             args, kwargs = call.replace(x=source, amax=amax).written()
             made = self._call(node.target, *args, **kwargs)
             made.meta[NOTE] = f"{made.name}: {note}"
@@ -152,24 +151,6 @@ class _Rewritten:
         for other in flat[1:]:
             either = self._call(_aten.logical_or.default, either, other)
         return either
-
-    def _amax(self, amax: Any, x: Any, source: fx.Node) -> fx.Node:
-        """The source's amax if ``amax`` is provably x's; otherwise ``amax`` unchanged."""
-        chain: list[fx.Node] = []
-        node = amax
-        while isinstance(node, fx.Node) and node is not x and node.args:
-            chain.append(node)
-            node = node.args[0]
-        whole = [n for n in chain if n.target is _aten.amax.default and len(n.args) == 1]
-        magnitudes = [n for n in chain if n.target is _aten.abs.default]
-        casts = len(chain) - len(whole) - len(magnitudes)
-        known = len(whole) == len(magnitudes) == 1 and casts == sum(map(is_rounding, chain))
-        # A maximum of magnitudes: rows of zeros do not change it.
-        if node is not x or not known or not magnitudes[0] < whole[0]:
-            return amax
-        for one in reversed(chain):
-            source = self._call(one.target, source, *one.args[1:], **one.kwargs)
-        return source
 
     def _flat(self, node: fx.Node) -> fx.Node:
         if node.meta["val"].dim() == 1:

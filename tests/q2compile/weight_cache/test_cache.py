@@ -468,3 +468,26 @@ def test_tensors_whose_changes_cannot_be_seen_are_not_cached():
         parts_of(w, FORM, make)
         parts_of(w, FORM, make)
         assert make.calls == 2 and len(_made) == 0
+
+
+def test_codes_keep_their_addresses_for_cuda_graphs():
+    """Through steps, and for memory that others hold, whose codes are made in every call."""
+    w, make = weight(), Counting()
+    with torch.no_grad():
+        addresses = set()
+        for calls in range(1, 4):
+            for _ in range(2):
+                (codes,) = parts_of(w, FORM, make, in_place=True)
+                addresses.add(codes.data_ptr())
+                assert torch.equal(codes, w) and make.calls == calls
+            w.add_(1)
+        view = w.data[2:]
+        for calls in (4, 5):
+            view.add_(1)
+            (codes,) = parts_of(w, FORM, make, in_place=True)
+            addresses.add(codes.data_ptr())
+            assert torch.equal(codes, w) and make.calls == calls
+        assert len(addresses) == 1
+        del view
+        w.data = w.data.t()
+        assert torch.equal(parts_of(w, FORM, make, in_place=True)[0], w)

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.utils import counters
+from torch._inductor import compile_fx
 
 import q2compile
 from q2compile.torch_internals import optimizer_steps
@@ -30,12 +32,12 @@ def counted():
     making = Counting()
     plain = parts_of
 
-    def counting(w, form, make, *adapters):
+    def counting(w, form, make, *adapters, **how):
         def counted_make(w):
             making.calls += 1
             return make(w)
 
-        return plain(w, form, counted_make, *adapters)
+        return plain(w, form, counted_make, *adapters, **how)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(graph_inputs, "parts_of", counting)
@@ -87,6 +89,22 @@ def test_once_a_step_and_the_same_bits(recipe, checkpointed):
     assert all(map(torch.equal, losses, cached_losses))
     assert all(map(torch.equal, weights, cached_weights))
     assert making.calls == 4 * 2
+
+
+@pytest.mark.parametrize(
+    ("recipe", "checkpointed"),
+    [("nvfp4", False), ("nvfp4", True), ("mxfp4_2d", False), ("fp8", False)],
+)
+def test_codes_that_a_dgrad_reuses_are_transposed_once(recipe, checkpointed, tmp_path):
+    """The backward has no transpose of w, and losses and weights keep their bits."""
+    plain, cached = models(lambda: nn.Sequential(Mlp(), Mlp(checkpointed)))
+    trained = train(plain, False, recipe=recipe)
+    again = train(cached, True, recipe=recipe, dump=str(tmp_path))
+    for before, after in zip(trained, again, strict=True):
+        assert all(map(torch.equal, before, after))
+    graphs = [path.read_text() for path in tmp_path.glob("graph_0/4_after_passes_*.txt")]
+    of_x = 4 * (recipe == "fp8")  # wgrad reuses the codes of x
+    assert len(graphs) == 2 and sum(text.count("q2.transpose(") for text in graphs) == of_x
 
 
 def test_under_inductor_too():
@@ -265,7 +283,7 @@ def test_fsdp_is_refused():
         model = Mlp()
         fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))
         compiled = quantized(model, cache_weights=True)
-        with pytest.raises(Exception, match="cache_weights: FSDP gathers weights"):
+        with pytest.raises(Exception, match="cache_weights can't be used under FSDP"):
             compiled(torch.randn(8, 64))
     finally:
         dist.destroy_process_group()
@@ -276,19 +294,52 @@ def test_it_contradicts_recompute_weights():
         q2compile.Config(cache_weights=True, recompute_weights=True)
 
 
+def test_codes_are_static_inputs_of_cuda_graphs(monkeypatch):
+    """As parameters are: else each replay would copy them into the memory of the graph."""
+    places, plain = [], compile_fx.get_static_input_idxs
+    monkeypatch.setattr(
+        compile_fx,
+        "get_static_input_idxs",
+        lambda fixed: places.append(plain(fixed)) or plain(fixed),
+    )
+    for mode in ("reduce-overhead", None):
+        torch._dynamo.reset()
+        options = {"mode": mode, "inductor": {"fx_graph_cache": False}}
+        quantized(Mlp(), inner="inductor", cache_weights=True, **options)(torch.randn(32, 64))
+    # Three parameters around x, which is input 2, and the parts of two weights. The graphs that
+    # quantize the weights have no static input.
+    assert [p for p in places if p] == [[0, 1, 3, 4, 5, 6, 7, 8, 9], [0, 1, 3]]
+
+
+def test_a_backward_is_told_that_its_codes_were_overwritten():
+    w, x = nn.Parameter(torch.randn(16, 16)), torch.randn(16, 16, requires_grad=True)
+    make = Counting()
+    product = x * parts_of(w, FORM, make, in_place=True)[0]
+    with torch.no_grad():
+        w.add_(1)
+    parts_of(w, FORM, make, in_place=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
 @pytest.mark.gpu
 def test_cuda_graphs_replay_with_fresh_codes():
-    """Codes are inputs of the captured graph; a replay after a step must not see old ones. Both are
-    replayed: under capture cuBLAS has another workspace and may add up in another order."""
-    device = "cuda"
+    """Codes are inputs of the captured graph; a replay after a step must not see old ones. They are
+    not copied into its memory, and nothing is captured again after a step: either would raise the
+    count of copied inputs. Both are replayed: under capture cuBLAS has another workspace and may
+    add up in another order."""
+    device, copied, trained = "cuda", [], []
     plain, cached = models(lambda: nn.Sequential(Mlp(), Mlp()).to(device))
     options = {"inner": "inductor", "mode": "reduce-overhead", "device": device, "steps": 6}
-    losses, weights = train(plain, False, **options)
-    with counted() as making:
-        replayed = train(cached, True, **options)
-    assert all(map(torch.equal, losses, replayed[0]))
-    assert all(map(torch.equal, weights, replayed[1]))
-    assert making.calls == 4 * 6
+    for model, cache in ((plain, False), (cached, True)):
+        counters.clear()
+        with counted() as making:
+            losses, weights = train(model, cache, **options)
+        trained.append([*losses, *weights])
+        copied.append(counters["inductor"]["cudagraph_recorded_non_static_inputs"])
+        assert making.calls == 4 * 6 * cache
+    assert all(map(torch.equal, *trained))
+    assert copied[0] == copied[1] > 0
 
 
 @pytest.mark.gpu

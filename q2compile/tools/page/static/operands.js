@@ -34,7 +34,7 @@ class Operands {
       h(
         "p",
         { class: "about" },
-        "Relative error over that of the same scheme on Gaussian data, at the last record that has one. 1 is the scheme's own error; outliers increase it. A click opens the curves.",
+        "Relative error divided by that of the same scheme on Gaussian data, in the last record that has one. At 1 it is the error of the scheme itself; outliers increase it. A click opens the curves.",
       ),
       this.rankSelect(data.telemetry.ranks),
       h("div", { class: "panel scroll-x" }, this.table),

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""q2::amax (runtime_kernels/ops/amax.py) as the lowerings of aten's ops."""
+
+from typing import Any
+
+import torch
+from torch._inductor.lowering import lowerings
+from torch._inductor.virtualized import V
+
+from q2compile.lowering.member import OpCall
+
+_aten = torch.ops.aten
+
+
+def amax(call: OpCall) -> Any:
+    """A reduction, to be fused with what computes x; None if x has no element."""
+    (x,) = call.bound
+    if any(V.graph.sizevars.statically_known_equals(size, 0) for size in x.get_size()):
+        return None
+    magnitude = lowerings[_aten.abs.default](x)
+    is_finite = lowerings[_aten.lt.Scalar](magnitude, torch.inf)
+    zero = lowerings[_aten.full.default]([], 0.0, dtype=x.get_dtype(), device=x.get_device())
+    finite = lowerings[_aten.where.self](is_finite, magnitude, zero)
+    largest = lowerings[_aten.amax.default](finite)
+    return lowerings[torch.ops.prims.convert_element_type.default](largest, torch.float32)
