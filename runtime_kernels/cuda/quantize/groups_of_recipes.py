@@ -19,7 +19,7 @@ from q2compile.runtime_kernels.cuda.checked_cases import (
 )
 from q2compile.runtime_kernels.cuda.quantize.grouped_check import Checked, Group
 from q2compile.runtime_kernels.cuda.quantize.grouped_launch import ScaleProduct
-from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED, get_scheme
+from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, get_scheme
 from q2compile.runtime_kernels.ops.table import DEQUANTIZE, SPLIT_SCALES, QuantizerVariant
 
 # x and w.
@@ -44,7 +44,7 @@ def groups_of_recipes(forms: Mapping[str, str]) -> Iterator[Group]:
     for variant, scheme in _FORWARD:
         calls = [(variant, scheme + SWIZZLED * codes)] * 2
         yield _group(calls, [ScaleProduct(_ROW, (1, 2))] if codes else [])
-    for scheme in (OF_FORMAT[of] for of, form in forms.items() if form == DEQUANTIZED):
+    for scheme in () if codes else OF_FORMAT.values():
         yield Group(((DEQUANTIZE, scheme), (DEQUANTIZE, scheme)))
     for dbias in (False, True):
         for scheme, transform, variant in _BACKWARD:
