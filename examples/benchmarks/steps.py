@@ -268,7 +268,8 @@ def accumulation(args: Namespace) -> Iterator[Row]:
             options = {"recipe": recipe, "cache_weights": cached}
             name = f"{recipe}_accumulation_{count}" + "_cached" * cached
             steps[name] = step_of(backend="quartet2", options=options)
-        in_turns(steps, rounds=1, calls=1)
+        for call in (*steps.values(), gc.collect, *steps.values()):  # compiles; then steady
+            call()
         look_up_optimizers(at_once=True)  # else codes are kept only after some seconds
         times = in_turns(steps, rounds=6, calls=1)
         for name in list(steps)[1:]:
