@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The papers' numeric tables that need no training, measured on this machine beside their figures.
+"""Measure the tables of the papers that need no training, and print the papers' figures beside.
 
     python examples/paper_tables.py [--full] [--device cuda] [--global-scale exact] [--out FOLDER]
 
 schemes         what each 4-bit scheme does to N(0,1): relative quadratic error, effective bits
-                (-log2(error) / 2), alignment <x, Q(x)> / <x, x> (1: unbiased), bits stored
-layer           one linear layer under each recipe: effective bits of y, dx and dw
-concentration   the mean gradient of many draws: effective bits for each weight of an MLP
+                (-log2(error) / 2), alignment <x, Q(x)> / <x, x> (1 if unbiased), stored bits
+layer           one linear layer with each recipe: effective bits of y, dx and dw
+concentration   the mean gradient over many draws: effective bits for each weight of an MLP
 
-It prints the tables, and writes them as CSV, as tables.json and, with matplotlib, as a plot.
-Quartet II is arXiv 2601.22813 v2 and its released code, Quartet is 2505.14669 v4.
+The tables are also written as CSV, as tables.json and, if matplotlib is installed, as a plot.
+"Quartet II" is arXiv 2601.22813 v2 with its released code, and "Quartet" is 2505.14669 v4.
 
-A recipe's gradients are compared with the gradient of its own quantized forward: dy Q(w) if dgrad
-takes the codes that fprop saved, dy w if it takes w. The mean over draws of an unbiased recipe
-converges to it; that of a biased one does not (Quartet II, appendix A and figure 9).
+The gradients of a recipe are compared with the gradient of its own quantized forward, which is
+dy Q(w) if dgrad uses the codes that fprop saved, and dy w if it quantizes w. If a recipe is
+unbiased, its mean over draws converges to that gradient (Quartet II, appendix A and figure 9).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _BACKWARD = {"dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
 
 
 def _changed(base: str, **change: str) -> dict[str, Any]:
-    """A recipe with both operands of both backward GEMMs changed."""
+    """Return a recipe with both operands of both backward GEMMs changed."""
     gemms = {gemm: dict.fromkeys(roles, change) for gemm, roles in _BACKWARD.items()}
     return {"base": base, **gemms}
 
@@ -92,7 +92,7 @@ Row = dict[str, Any]
 
 
 def effective_bits(error: float) -> float:
-    """-log2(error) / 2: each bit halves the amplitude of the error. Infinite without error."""
+    """Return -log2(error) / 2, so that each bit halves the amplitude of the error."""
     return -math.log2(error) / 2 if error else math.inf
 
 
@@ -105,11 +105,11 @@ def relative_error(estimate: Tensor, truth: Tensor) -> float:
 
 
 def measure_scheme(scheme: str, size: int, device: str, seed: int = 0) -> Row:
-    """One scheme on ``size`` x ``size`` samples of N(0,1).
+    """Measure one scheme on ``size`` x ``size`` samples of N(0,1).
 
-    The papers' figures are of the exact global scale; a scheme's "_pow2" twin is set beside the
-    same ones. MXFP4's errors depend on where the tensor's scale falls between powers of two: its
-    rows average one octave, log-uniformly.
+    The papers' figures are for the exact global scale, and the row of a "_pow2" scheme has the same
+    ones. MXFP4's error depends on where the tensor's scale is between two powers of two, so its
+    rows average over one octave, log-uniformly.
     """
     octave = OCTAVE if scheme.startswith("mxfp4") else 1
     generator = torch.Generator(device).manual_seed(seed)
@@ -155,9 +155,9 @@ class Operand(NamedTuple):
 
 
 class Recipe:
-    """A recipe, or a variant, as torch.compile runs it.
+    """A recipe, or a variant of one, as torch.compile runs it.
 
-    operands: of fprop, dgrad and wgrad, from the report; None for a GEMM in BF16
+    operands: those of fprop, dgrad and wgrad, from the report; None for a GEMM in BF16
     """
 
     def __init__(self, spec: Any, global_scale: str) -> None:
@@ -174,15 +174,15 @@ class Recipe:
         return torch.compile(model, backend="quartet2", options={**self.options, "strict": True})
 
     def output(self, x: Tensor, w: Tensor) -> Tensor:
-        """x wᵀ of the quantized operands."""
+        """Return x wᵀ of the quantized operands."""
         if self.operands["fprop"] is None:
             return x @ w.t()
         qx, qw = self._quantized(x, w)
         return qx.dequantize() @ qw.dequantize().t()
 
     def exact_gradients(self, x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-        """dx and dw of the quantized forward, straight through its rounding but for a trust
-        mask."""
+        """Return dx and dw of the quantized forward. The gradient passes its rounding unchanged,
+        except for a trust mask."""
         if self.operands["fprop"] is None:
             return dy @ w, dy.t() @ x
         qx, qw = self._quantized(x, w)
@@ -201,7 +201,8 @@ def _exact(
     operands: list[Operand] | None,
     mask: Tensor | None,
 ) -> Tensor:
-    """dy times what the GEMM's second operand stands for, then through the first one's mask."""
+    """Return dy times the tensor that the GEMM's second operand quantizes, masked if there is a
+    trust mask."""
     if operands is None or operands[1].source in ("fresh", "forward"):
         return dy @ other
     if mask is None:
@@ -212,7 +213,7 @@ def _exact(
 
 
 def _hadamard(x: Tensor) -> Tensor:
-    """x H, in chunks of 32 and without signs: QuEST's rotation, which is its own inverse."""
+    """Return x H in chunks of 32, without signs: QuEST's rotation, which is its own inverse."""
     matrix = torch.ones(1, 1, device=x.device)
     for _ in range(5):
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
@@ -220,7 +221,7 @@ def _hadamard(x: Tensor) -> Tensor:
 
 
 class _ExactBackward(torch.autograd.Function):
-    """The recipe's forward with the exact gradients of it."""
+    """A recipe's forward with the exact gradient of that forward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, recipe: Recipe) -> Tensor:
@@ -235,8 +236,10 @@ class _ExactBackward(torch.autograd.Function):
 
 
 def measure_layer(name: str, global_scale: str, size: int, device: str, seed: int = 0) -> Row:
-    """One linear layer, one draw; x, w and dy of N(0,1), ``size`` x ``size``. Effective bits of y
-    against x wᵀ; of the gradients against those of the quantized forward, and of x wᵀ."""
+    """Measure one linear layer and one draw, with x, w and dy from N(0,1), ``size`` x ``size``.
+
+    y is compared with x wᵀ, and the gradients with those of the quantized forward and of x wᵀ.
+    """
     generator = torch.Generator(device).manual_seed(seed)
     x, w, dy = (torch.randn(size, size, generator=generator, device=device) for _ in range(3))
     recipe, model = Recipe(VARIANTS[name], global_scale), nn.Linear(size, size, bias=False)
@@ -261,12 +264,12 @@ def measure_layer(name: str, global_scale: str, size: int, device: str, seed: in
 def measure_concentration(
     name: str, global_scale: str, draws: int, device: str, seed: int = 0
 ) -> list[Row]:
-    """Rows for 1, 4, 16, ... ``draws`` draws.
+    """Measure the mean gradient of 1, 4, 16, ... ``draws`` draws, one row each.
 
-    A 3-layer MLP of width 256 with ReLU on 256 tokens of N(0,1), mean squared error to a random
-    target. A draw is one forward and backward of the same batch. The error of a mean of n draws is
-    itself averaged over the draws / n groups that there are. Without bias it falls as 1/n: one bit
-    with every 4x draws.
+    The model is a 3-layer MLP of width 256 with ReLU, on 256 tokens of N(0,1), with the mean
+    squared error to a random target. A draw is one forward and backward of the same batch. The
+    error of a mean of n draws is averaged over all draws / n groups. Without bias it falls as 1/n,
+    so that 4 times as many draws gain one bit.
     """
     generator = torch.Generator(device).manual_seed(seed)
     x, target = (torch.randn(WIDTH, WIDTH, generator=generator, device=device) for _ in range(2))
@@ -300,7 +303,7 @@ def measure_concentration(
 
 
 class Means:
-    """Errors of the means of 1, 4, 16, ... draws, over disjoint groups of a stream of draws."""
+    """Accumulates the errors of means of 1, 4, 16, ... draws, over disjoint groups of draws."""
 
     def __init__(self, truth: list[Tensor], draws: int) -> None:
         self.truth = truth
@@ -328,7 +331,7 @@ class Means:
 
 
 def table(rows: list[Row]) -> str:
-    """Rows as text, in columns."""
+    """Format rows as a text table."""
     cells = [[*rows[0]], *([_cell(value) for value in row.values()] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     aligned = [[line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in cells]
@@ -342,7 +345,7 @@ def _cell(value: Any) -> str:
 
 
 def write(folder: Path, tables: dict[str, list[Row]], about: dict[str, Any]) -> None:
-    """One CSV for each table, tables.json with all of them, and a plot."""
+    """Write one CSV per table, tables.json with all of them, and a plot."""
     for name, rows in tables.items():
         with (folder / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, rows[0])
@@ -361,7 +364,7 @@ def write(folder: Path, tables: dict[str, list[Row]], about: dict[str, Any]) -> 
 
 
 def plot(path: Path, rows: list[Row]) -> None:
-    """The concentration curves, where matplotlib is installed."""
+    """Draw the concentration curves if matplotlib is installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

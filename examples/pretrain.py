@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pre-train small Llamas recipe beside recipe, and measure the gaps.
+"""Pretrain small Llamas with several recipes, and measure the gaps between their losses.
 
     python examples/pretrain.py corpus --data texts/ more.txt --out corpus/
     python examples/pretrain.py train --corpus corpus/ --runs bf16,quartet2,nvfp4 --seeds 0,1,2 \\
@@ -13,17 +13,17 @@
     python examples/pretrain.py operands --corpus corpus/ --runs quartet2,nvfp4 \\
         --checkpoint runs/30m/bf16-seed0/checkpoint.pt
 
-`train` may be stopped or killed at any moment: the same command goes on from the last checkpoints,
-and a run that went on has the same bits as one that was never stopped. Every run of a seed starts
-from the same weights and sees the same batches.
+`train` may be stopped or killed at any time. The same command continues from the last checkpoints,
+and the losses of a run that was resumed have the same bits as without the interruption. All runs of
+a seed start from the same weights and see the same batches.
 
---runs takes names of the table in examples/pretraining/runs.py, recipes of q2compile, and runs of
-your own as NAME={"options": {...}}, in JSON.
+--runs takes names from the table in examples/pretraining/runs.py, recipes of q2compile, and runs of
+your own in JSON, as NAME={"options": {...}}.
 
-Written into --out, or into a folder in it for each comparison of the plan:
-    RUN-seedN/losses.csv, result.json    a row a step; what the run came to
+These files are written into --out, or for a plan into one folder of it per comparison:
+    RUN-seedN/losses.csv, result.json    one row per step; the final result of the run
     table.txt                            the table that is printed
-    losses.png, gaps.png, norms.png      the curves, with a band over the seeds
+    losses.png, gaps.png, norms.png      the curves, with a band that spans the seeds
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ SAVE_EVERY = 120.0  # seconds
 
 
 def check(asked: Sequence[tuple[Job, Comparison]]) -> None:
-    """Refuse a wrong run or option now rather than after the runs before it."""
+    """Raise a ValueError for a wrong run or option before any run has started."""
     for job, compared in asked:
         for name in job.runs:
             run = runs.parse(name)
@@ -90,7 +90,7 @@ def train(args: argparse.Namespace) -> int:
                     if not args.quiet:
                         show(compared.folder, compared.setup)
     except Stopped as stopped:
-        print(f"\n{stopped}; the same command goes on from there", flush=True)
+        print(f"\n{stopped}; the same command continues from there", flush=True)
         return devices.STOPPED
     return 0
 
@@ -119,7 +119,7 @@ def train_on_many(
 def stem_commands(
     args: argparse.Namespace, asked: Sequence[tuple[Job, Comparison]]
 ) -> list[list[str]]:
-    """The missing stems, spread over the devices: a process compiles once for all of its own."""
+    """Commands that train the missing stems, one per device, so that each compiles only once."""
     commands, taken = [], set[Path | None]()
     for job, compared in asked:
         missing = [
@@ -142,7 +142,8 @@ def stem_of(compared: Comparison, seed: int) -> Path | None:
 def run_commands(
     args: argparse.Namespace, commands: Sequence[Sequence[str]], between: Callable[[], None]
 ) -> int:
-    """Run them on the devices; the exit status of all, STOPPED where they only ran out of time."""
+    """Run commands on the devices. Return 0, the status of one that failed, or STOPPED if the
+    only problem was the time limit."""
     statuses = devices.run_all(commands, args.devices, args.deadline, between)
     for index, status in sorted(statuses.items()):
         if status:
@@ -153,7 +154,7 @@ def run_commands(
 
 
 def command_of_one(args: argparse.Namespace, job: Job) -> list[str]:
-    """`train` with all of this command's settings, but for runs, options, out and device."""
+    """Return `train` with all settings of this command except runs, options, out and device."""
     command = [*devices.this_program(), "train", "--quiet", "--corpus", str(args.corpus)]
     command += ["--seeds", ",".join(map(str, job.seeds)), "--tokens", str(job.tokens)]
     own = ("batch", "seq", "evals", "eval_batches", "val_tokens", "save_every", "mode", "lr")
@@ -170,7 +171,7 @@ def command_of_one(args: argparse.Namespace, job: Job) -> list[str]:
 
 
 def refresher(comparisons: Sequence[Comparison]) -> Callable[[], None]:
-    """A function that makes table and pictures of a folder again when a run of it has ended."""
+    """Return a function that updates a folder's table and pictures after one of its runs ended."""
     folders = {compared.folder: compared.setup for compared in comparisons}
     shown: dict[Path, int] = {}
 
@@ -195,7 +196,7 @@ def positive(text: str) -> int:
 
 
 def names(text: str) -> list[str]:
-    """Comma-separated; commas in the JSON of a run of one's own do not count."""
+    """Split at commas, except those inside the JSON of a run of your own."""
     found, depth = [""], 0
     for letter in text:
         depth += (letter in "{[") - (letter in "}]")
@@ -219,14 +220,14 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         about = about or f"{help[0].upper()}{help[1:]}."
         return commands.add_parser(name, help=help, description=about, formatter_class=as_written)
 
-    add_corpus(command("corpus", "build a corpus: token files out of texts"))
-    add_train(command("train", "train runs x seeds on a corpus"))
-    add_page(command("page", "gaps.json and tables.md of runs that ended", page.__doc__))
-    help = "the loop's tokens/s over those of the bare compiled step"
+    add_corpus(command("corpus", "build a corpus: tokenize texts into files"))
+    add_train(command("train", "train every run with every seed on a corpus"))
+    add_page(command("page", "write gaps.json and tables.md for finished runs", page.__doc__))
+    help = "compare the tokens per second of the training loop with those of the compiled step"
     add_throughput(command("throughput", help))
-    help = "a seed trained in ways that should be one: where the losses differ"
+    help = "train one seed in ways that should not differ, and show where the losses do"
     add_stability(command("stability", help, stability.__doc__))
-    help = "the error of each operand on a run's own tensors, recipe by recipe"
+    help = "measure each recipe's error of each operand, on the tensors of a trained run"
     add_operands(command("operands", help, operands.__doc__))
     args = parser.parse_args(argv)
     args.asked = getattr(args, "asked", None) or shlex.join(["pretrain.py", *argv])
@@ -235,11 +236,12 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
 
 def add_corpus(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--data", type=Path, nargs="*", default=[], help="files and folders; else Python's sources")
-    add("--out", type=Path, required=True, help="folder of the corpus")
-    add("--name", default="text", help="what results call it")
-    add("--vocab", type=positive, default=4096, help="entries of the tokenizer that is trained")
-    add("--val-bytes", type=positive, default=32e6, help="text held out, at least")
+    text = "files and folders; default: Python's sources"
+    add("--data", type=Path, nargs="*", default=[], help=text)
+    add("--out", type=Path, required=True, help="the folder to write the corpus into")
+    add("--name", default="text", help="the name of the corpus in results")
+    add("--vocab", type=positive, default=4096, help="vocabulary size of the tokenizer")
+    add("--val-bytes", type=positive, default=32e6, help="hold out at least this much text")
     add("--tokenizer", type=Path, help="a tokenizer.json to use instead of training one")
     parser.set_defaults(main=make_corpus)
 
@@ -261,28 +263,30 @@ def make_corpus(args: argparse.Namespace) -> int:
 def add_setup(parser: argparse.ArgumentParser) -> None:
     """Arguments that define one run."""
     add = parser.add_argument
-    add("--corpus", type=Path, required=True, help="folder that `corpus` built")
-    text = "comma-separated, see `pretrain.py --help`; by default bf16,quartet2"
+    add("--corpus", type=Path, required=True, help="the folder that `corpus` wrote")
+    text = "comma-separated, see `pretrain.py --help`; default bf16,quartet2"
     add("--runs", type=names, default=["bf16", "quartet2"], help=text)
-    text = "folder for everything written, by default %(default)s"
+    text = "the folder to write into; default %(default)s"
     add("--out", type=Path, default=Path("runs/pretrain"), help=text)
-    add("--size", choices=SIZES, default="30m", help="of the Llama, by default %(default)s")
-    add("--batch", type=positive, default=64, help="sequences per step, by default %(default)s")
-    add("--seq", type=positive, default=512, help="tokens per sequence, by default %(default)s")
-    add("--lr", type=float, help="peak learning rate; by default the size's")
-    add("--evals", type=positive, default=10, help="validations of a run, by default %(default)s")
-    text = "batches of a validation on the way; the last one takes all of --val-tokens"
+    add("--size", choices=SIZES, default="30m", help="model size; default %(default)s")
+    add("--batch", type=positive, default=64, help="sequences per step; default %(default)s")
+    add("--seq", type=positive, default=512, help="tokens per sequence; default %(default)s")
+    add("--lr", type=float, help="peak learning rate; the default depends on --size")
+    add("--evals", type=positive, default=10, help="validations per run; default %(default)s")
+    text = "batches per validation; the last validation uses all of --val-tokens"
     add("--eval-batches", type=positive, default=16, help=text)
-    add("--val-tokens", type=positive, help="held-out tokens to validate on; by default all")
-    add("--mode", help="Inductor's mode, reduce-overhead for example")
-    add("--compile-options", type=json.loads, default={}, metavar="JSON", help="for all runs")
-    text = "only kernels that repeat their bits; an error where there is none"
+    add("--val-tokens", type=positive, help="held-out tokens to validate on; default: all")
+    add("--mode", help="a mode of Inductor, such as reduce-overhead")
+    text = "options for all runs"
+    add("--compile-options", type=json.loads, default={}, metavar="JSON", help=text)
+    text = "use deterministic kernels only, and raise an error where there is none"
     add("--deterministic", action="store_true", help=text)
-    add("--rounding-seed", type=int, help="seed of the rounding; by default the run's")
-    text = "linears by the torch references in fp32, nothing compiled: what numerics alone say"
+    add("--rounding-seed", type=int, help="seed of the rounding; default: the run's seed")
+    text = "compile nothing, and run the linears as torch references in fp32, to see what the "
+    text += "numerics do without the compiler"
     add("--oracle", action="store_true", help=text)
-    add("--device", default="auto", help="auto takes CUDA when there is one")
-    text = "cuda:0,cuda:1,...: a process for each entry, taking the next run"
+    add("--device", default="auto", help="auto uses CUDA if there is a device")
+    text = "cuda:0,cuda:1,...: start one process per entry; each takes the next run"
     add("--devices", help=text)
 
 
@@ -290,20 +294,22 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     add_setup(parser)
     add = parser.add_argument
     add("--seeds", type=numbers, default=[0], help="comma-separated")
-    add("--plan", type=Path, help="TOML with a [[comparison]] a folder: folder, runs, seeds, ...")
-    text = "comma-separated: of the plan, these comparisons alone"
+    text = "a TOML file with one [[comparison]] per folder: folder, runs, seeds, ..."
+    add("--plan", type=Path, help=text)
+    text = "run only these comparisons of the plan; comma-separated"
     add("--folders", type=lambda text: text.split(","), default=[], help=text)
-    add("--tokens", type=float, default=75e6, help="to train on, by default 75e6")
-    text = "train the first steps once per seed, in BF16, and let every run go on from there: a "
+    add("--tokens", type=float, default=75e6, help="tokens to train on; default 75e6")
+    text = "train the first steps once per seed, in BF16, and start every run from there: a "
     text += "step, or a share of the steps below 1"
     add("--branch-at", type=float, metavar="STEP", help=text)
-    text = "folder of what runs branch from, by default OUT/stems; each is trained once"
+    text = "the folder of the BF16 runs that others branch from; default OUT/stems"
     add("--stems", type=Path, metavar="FOLDER", help=text)
     add("--dump", action="store_true", help="write graphs and reports into OUT/graphs")
     add("--keep", action="store_true", help="keep the checkpoint of the last step")
     add("--save-every", type=float, default=SAVE_EVERY, help="seconds between two checkpoints")
-    add("--time-limit", type=float, default=math.inf, help="seconds after which to stop, resumably")
-    add("--stop-at", type=positive, help="step after which to leave, with a checkpoint")
+    text = "stop after so many seconds; the same command resumes"
+    add("--time-limit", type=float, default=math.inf, help=text)
+    add("--stop-at", type=positive, help="stop after this step, with a checkpoint")
     # For one process of --devices: no tables, its line on the terminal, when all are to leave, and
     # the command that was typed.
     add("--quiet", action="store_true", help=argparse.SUPPRESS)
@@ -334,10 +340,10 @@ def start_training(args: argparse.Namespace) -> int:
 def add_page(parser: argparse.ArgumentParser) -> None:
     results_folder = Path(__file__).resolve().parent / "pretraining" / "results"
     add = parser.add_argument
-    add("--of", type=Path, help="the --out of a plan; without it the gaps.json that is there")
-    text = "runs beside other work on their device, whose times are left out: 75M/bf16-seed0,..."
+    add("--of", type=Path, help="the --out of a plan; default: use the gaps.json of --into")
+    text = "leave out the times of these runs, which shared their device: 75M/bf16-seed0,..."
     add("--untimed", type=names, default=[], metavar="RUNS", help=text)
-    add("--into", type=Path, default=results_folder, help="folder for what is written")
+    add("--into", type=Path, default=results_folder, help="the folder to write into")
     parser.set_defaults(main=write_page)
 
 
@@ -348,7 +354,7 @@ def write_page(args: argparse.Namespace) -> int:
 
 def add_throughput(parser: argparse.ArgumentParser) -> None:
     add_setup(parser)
-    parser.add_argument("--steps", type=positive, default=200, help="timed, of each")
+    parser.add_argument("--steps", type=positive, default=200, help="steps to time per run")
     parser.set_defaults(main=measure_throughput, save_every=None, keep=False)
     parser.set_defaults(stop_at=None, dump=False)
 
@@ -365,9 +371,9 @@ def measure_throughput(args: argparse.Namespace) -> int:
 
 def add_stability(parser: argparse.ArgumentParser) -> None:
     add_setup(parser)
-    text = "of each variant, by default %(default)s"
+    text = "steps per variant; default %(default)s"
     parser.add_argument("--steps", type=positive, default=200, help=text)
-    text = f"comma-separated, of {', '.join(stability.VARIANTS)}; by default all"
+    text = f"comma-separated, from {', '.join(stability.VARIANTS)}; default: all"
     variants = list(stability.VARIANTS)
     parser.add_argument("--variants", type=names, default=variants, help=text)
     parser.set_defaults(main=compare_ways, save_every=1e9, keep=False, dump=False)
@@ -387,7 +393,7 @@ def compare_ways(args: argparse.Namespace) -> int:
     variants = ["compiled", *(v for v in args.variants if v != "compiled")]
     if unknown := [v for v in variants if v not in stability.VARIANTS]:
         allowed = ", ".join(stability.VARIANTS)
-        raise ValueError(f"--variants {','.join(unknown)}: allowed are {allowed}")
+        raise ValueError(f"--variants: got {','.join(unknown)}; allowed: {allowed}")
     stability.train(args.runs, variants, args.steps, args.out, command, run_all)
     found = stability.differences(args.runs, variants, args.out)
     print(*found, *stability.gaps(args.runs, variants, args.out), sep="\n", flush=True)
@@ -396,19 +402,20 @@ def compare_ways(args: argparse.Namespace) -> int:
 
 def add_operands(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--corpus", type=Path, required=True, help="folder that `corpus` built")
-    add("--checkpoint", type=Path, required=True, help="of a run; `train --keep` leaves it")
-    text = "comma-separated, see `pretrain.py --help`; by default quartet2,nvfp4,tetrajet2"
+    add("--corpus", type=Path, required=True, help="the folder that `corpus` wrote")
+    text = "the checkpoint of a run, which `train --keep` leaves"
+    add("--checkpoint", type=Path, required=True, help=text)
+    text = "comma-separated, see `pretrain.py --help`; default quartet2,nvfp4,tetrajet2"
     add("--runs", type=names, default=["quartet2", "nvfp4", "tetrajet2"], help=text)
-    text = "held-out batches to measure on, by default %(default)s"
+    text = "held-out batches to measure on; default %(default)s"
     add("--batches", type=positive, default=4, help=text)
-    add("--batch", type=positive, help="sequences of each; by default the run's")
-    text = "what runs the graphs that are measured; eager compiles nothing and starts sooner"
+    add("--batch", type=positive, help="sequences per batch; default: as in training")
+    text = "how to run the measured graphs; eager compiles nothing and starts sooner"
     add("--inner", choices=("inductor", "eager"), default="inductor", help=text)
-    text = "also each module alone: which kinds of layers make the gradient's error"
+    text = "also quantize each module by itself, to see which layers cause the gradient's error"
     add("--alone", action="store_true", help=text)
-    add("--device", default="auto", help="auto takes CUDA when there is one")
-    add("--out", type=Path, default=Path("runs/operands"), help="folder of operands.json")
+    add("--device", default="auto", help="auto uses CUDA if there is a device")
+    add("--out", type=Path, default=Path("runs/operands"), help="the folder for operands.json")
     parser.set_defaults(main=measure_operands, devices=None, deterministic=False)
 
 

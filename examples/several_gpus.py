@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How train_llama.py spreads one Llama over the processes that torchrun starts, one for each GPU.
+"""How train_llama.py trains one Llama on several GPUs, with one process of torchrun per GPU.
 
     torchrun --nproc-per-node 2 examples/train_llama.py --ddp
     torchrun --nproc-per-node 2 examples/train_llama.py --fsdp
     torchrun --nproc-per-node 2 examples/train_llama.py --tp 2
     torchrun --nproc-per-node 4 examples/train_llama.py --fsdp --tp 2
 
-The batch is cut among the data-parallel processes; the processes of one tensor-parallel group see
-the same sequences. Nothing here knows of quantization: the options of `torch.compile(model,
-backend="quartet2", options=...)` are those of one GPU, with the names of the plain model.
+The batch is split among the data-parallel processes, and the processes of a tensor-parallel group
+see the same sequences. Nothing here depends on quantization: the options of `torch.compile(model,
+backend="quartet2", options=...)`, and the names in a policy, are the same as on one GPU.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     data = group.add_mutually_exclusive_group()
     data.add_argument("--ddp", action="store_true", help="DistributedDataParallel")
     data.add_argument("--fsdp", action="store_true", help="FSDP2: fully_shard every layer")
-    group.add_argument("--tp", type=int, default=1, help="processes that share each matmul")
+    group.add_argument("--tp", type=int, default=1, help="how many processes share each matmul")
 
 
 class Team:
-    """The processes that train one model together; a single one without torchrun.
+    """The processes that train one model together, or a single one without torchrun.
 
-    Raises ValueError when the arguments do not fit the number of processes, or each other.
+    Raises a ValueError if the arguments do not match the number of processes, or each other.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -62,15 +62,16 @@ class Team:
 
     def _check(self, batch: int) -> None:
         if self.tp < 1 or self.size % self.tp:
-            raise ValueError(f"--tp {self.tp}: {self.size} processes can't form groups of that")
+            raise ValueError(f"--tp: got {self.tp}; allowed: a divisor of {self.size} processes")
         if self.size > 1 and not (self.ddp or self.fsdp or self.tp > 1):
-            raise ValueError(f"{self.size} processes: say how, by --ddp, --fsdp or --tp")
+            raise ValueError(f"{self.size} processes need one of --ddp, --fsdp and --tp")
         if (self.ddp or self.fsdp) and "WORLD_SIZE" not in os.environ:
-            raise ValueError("--ddp and --fsdp: start this with torchrun --nproc-per-node N")
+            raise ValueError("--ddp and --fsdp need torchrun --nproc-per-node N")
         if self.tp > 1 and (self.ddp or (self.data_size > 1 and not self.fsdp)):
-            raise ValueError(f"--tp {self.tp} of {self.size} processes: the rest is for --fsdp")
+            raise ValueError(f"--tp {self.tp} with {self.size} processes needs --fsdp")
         if batch % self.data_size:
-            raise ValueError(f"--batch {batch}: not to be cut among {self.data_size} processes")
+            allowed = f"a multiple of {self.data_size} data-parallel processes"
+            raise ValueError(f"--batch: got {batch}; allowed: {allowed}")
 
     @property
     def leads(self) -> bool:
@@ -82,9 +83,9 @@ class Team:
             print(text, flush=True)
 
     def compile(self, model: nn.Module, **how: Any) -> nn.Module:
-        """``model`` compiled, and spread over the team; its parameters stay where they are named.
+        """Compile ``model``, and spread it over the team. The names of its parameters stay.
 
-        how: arguments of torch.compile.
+        how: arguments of torch.compile
         """
         if self.mesh is None:
             return torch.compile(model, **how)  # type: ignore[return-value]
@@ -95,18 +96,18 @@ class Team:
         if not self.fsdp:
             return torch.compile(model, **how)  # type: ignore[return-value]
         for layer in model.model.layers:  # type: ignore[union-attr]
-            # FSDP's hooks stand between the layers and would break a graph of the whole model.
+            # FSDP's hooks run between the layers and would break a graph of the whole model.
             layer.compile(**how)
             fully_shard(layer, mesh=self.mesh["data"])
         fully_shard(model, mesh=self.mesh["data"])
         return model
 
     def share(self, batch: Tensor) -> Tensor:
-        """This process's sequences of a batch [B, ...]."""
+        """Return the sequences of a batch [B, ...] that this process trains on."""
         return batch.chunk(self.data_size)[self.data_rank]
 
     def mean(self, loss: Tensor) -> Tensor:
-        """The mean of a loss over the whole batch."""
+        """Average a loss over the whole batch."""
         if self.mesh is None or self.data_size == 1:
             return loss
         total = loss.detach().clone()
@@ -119,7 +120,7 @@ class Team:
 
 
 class Redundant(ParallelStyle):
-    """Every process computes the whole module, on copies of its parameters that stay equal."""
+    """A style in which each process computes the whole module, with equal copies of its weights."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def enter(module: nn.Module, args: Any, mesh: DeviceMesh) -> Any:
@@ -132,9 +133,9 @@ class Redundant(ParallelStyle):
 
 
 def parallelize_llama(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Heads and the MLP's columns are cut; the rest is computed redundantly.
+    """Split the heads and the columns of the MLPs; compute everything else redundantly.
 
-    Redundant parameters become DTensors too: clip_grad_norm_ takes DTensors or none.
+    Redundant parameters become DTensors as well, because clip_grad_norm_ accepts no mixture.
     """
     column, row, redundant = ColwiseParallel(), RowwiseParallel(), Redundant()
     plan: dict[str, ParallelStyle] = {

@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train the same Llama on the same text once per recipe, and compare.
+"""Train the same Llama on the same text once per recipe, and compare the losses.
 
     python examples/train_llama.py
     python examples/train_llama.py --size 30m --data corpus/ --steps 5000 --batch 32 --seq 512
     torchrun --nproc-per-node 2 examples/train_llama.py --fsdp  # or --ddp, or --tp 2
 
-The model is Hugging Face's `LlamaForCausalLM`, unmodified and randomly initialized; the options of
-`torch.compile(model, backend="quartet2", options=...)` are the only difference between the runs.
-Every recipe, bf16 among them, starts from the same weights and sees the same batches in the same
-order. The loop is that of `examples/pretrain.py`, which is for runs of hours: a corpus on disk,
-checkpoints, several seeds and devices. Here a text that fits into memory is read and cut anew each
-time.
+The model is Hugging Face's `LlamaForCausalLM`, unmodified and randomly initialized. The runs differ
+only in the options of `torch.compile(model, backend="quartet2", options=...)`. Every recipe,
+including bf16, starts from the same weights and sees the same batches in the same order. The text
+must fit into memory, and each start tokenizes it again. For runs of hours, `examples/pretrain.py`
+has the same loop with a corpus on disk, checkpoints, several seeds and several devices.
 
-Written into --out:
-    losses.png             the curves; gaps.png and norms.png: of the gap and of the gradient's norm
-    RECIPE-seedN/losses.csv  one row per loss: step, split (train or val), loss, lr, seconds
-    graphs/RECIPE/         what the backend did with the model, stage by stage, with a report
+These files are written into --out:
+    losses.png, gaps.png, norms.png  curves of the loss, of the gap and of the gradient's norm
+    RECIPE-seedN/losses.csv          one row per loss: step, split (train or val), loss, lr, seconds
+    graphs/RECIPE/                   what the backend did with the model, stage by stage
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ VALIDATION_SHARE = 0.05  # of the text, held out before the tokenizer is trained
 
 
 def read_documents(path: Path | None) -> list[str]:
-    """The text of a file, or of every UTF-8 file in a folder; without a path Python's sources."""
+    """Read a file, or every UTF-8 file of a folder. Without a path, read Python's sources."""
     texts = (read_text(file) for file in text_files([path] if path else []))
     documents = [text for text in texts if text is not None]
     if not documents:
@@ -55,7 +54,7 @@ def read_documents(path: Path | None) -> list[str]:
 
 
 def split_text(documents: list[str], seed: int) -> tuple[str, str]:
-    """(training text, validation text): the documents in a random order, cut once."""
+    """Shuffle the documents, and split them into (training text, validation text)."""
     shuffled = list(documents)
     random.Random(seed).shuffle(shuffled)
     text = "\n".join(shuffled)
@@ -64,13 +63,13 @@ def split_text(documents: list[str], seed: int) -> tuple[str, str]:
 
 
 def draw_batches(tokens: torch.Tensor, count: int, batch: int, seq: int, seed: int) -> torch.Tensor:
-    """int64 [count, batch, seq]: windows of `tokens` at random places.
+    """Draw windows of `tokens` at random places, as int64 [count, batch, seq].
 
-    Drawn once and handed to every run, so that the order of the data cannot differ.
+    They are drawn once for all runs, so that the order of the data cannot differ.
     """
     if len(tokens) < seq:
         raise ValueError(
-            f"the text has {len(tokens)} tokens, less than --seq {seq}: give more text"
+            f"the text has {len(tokens)} tokens, fewer than --seq {seq}: give more text"
         )
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(tokens) - seq + 1, (count, batch, 1), generator=generator)
@@ -78,7 +77,7 @@ def draw_batches(tokens: torch.Tensor, count: int, batch: int, seq: int, seed: i
 
 
 def load_data(args: argparse.Namespace, say: Callable[[str], None] = print) -> tuple[Data, int]:
-    """(the batches of every recipe, vocabulary size)."""
+    """Return (the batches for every recipe, vocabulary size)."""
     source = args.data or "Python's standard library"
     say(f"reading {source}, training a tokenizer of {args.vocab} entries")
     texts = split_text(read_documents(args.data), args.seed)
@@ -116,48 +115,50 @@ def json_object(text: str) -> dict[str, Any]:
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Train the same Llama on the same text once per recipe, and compare.",
+        description=__doc__.splitlines()[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
     add("--recipes", default="bf16,quartet2", help="comma-separated; the first is the baseline")
-    add("--data", type=Path, help="text file, or folder of text files; by default Python's sources")
-    add("--out", type=Path, default=Path("runs/train_llama"), help="folder for everything written")
-    add("--size", choices=SIZES, default="demo", help="shape of the model")
-    add("--steps", type=positive, default=120)
+    text = "a text file or a folder of text files, instead of Python's sources"
+    add("--data", type=Path, help=text)
+    add("--out", type=Path, default=Path("runs/train_llama"), help="the folder to write into")
+    add("--size", choices=SIZES, default="demo", help="model size")
+    add("--steps", type=positive, default=120, help="steps to train")
     add("--batch", type=positive, default=4, help="sequences per step")
     add("--seq", type=positive, default=256, help="tokens per sequence")
-    add("--vocab", type=positive, default=1024, help="entries of the BPE; 256 means plain bytes")
-    add("--lr", type=float, help="peak learning rate; by default the size's")
-    add("--seed", type=int, default=0, help="of the weights, the data order and the rounding")
-    add("--rounding-seed", type=int, help="seed of the rounding, where it is to be another")
+    add("--vocab", type=positive, default=1024, help="vocabulary size; 256 means plain bytes")
+    add("--lr", type=float, help="peak learning rate, if not the one for --size")
+    add("--seed", type=int, default=0, help="seed of the weights, data order and rounding")
+    add("--rounding-seed", type=int, help="seed of the rounding, if not --seed")
     add("--eval-every", type=positive, default=30, help="steps between two validations")
-    add("--eval-batches", type=positive, default=8, help="batches of one validation")
-    add("--device", default="auto", help="auto takes CUDA when there is one")
-    add("--config", type=Path, help="TOML or JSON file of compile options, as Q2COMPILE_CONFIG")
+    add("--eval-batches", type=positive, default=8, help="batches per validation")
+    add("--device", default="auto", help="auto uses CUDA if there is a device")
+    text = "a TOML or JSON file of compile options, as Q2COMPILE_CONFIG names one"
+    add("--config", type=Path, help=text)
     add(
         "--compile-options",
         type=json_object,
         default={},
         metavar="JSON",
-        help="compile options on top of the file's and of this example's own",
+        help="compile options, which override those of --config and of this program",
     )
     several_gpus.add_arguments(parser)
     args = parser.parse_args(argv)
     args.recipes = [name.strip() for name in args.recipes.split(",") if name.strip()]
     if not args.recipes:
-        parser.error("--recipes: name at least one")
+        parser.error("--recipes: name at least one recipe")
     if args.vocab < 256:
-        parser.error(f"--vocab {args.vocab}: at least 256, one entry per byte")
+        parser.error(f"--vocab: got {args.vocab}; allowed: 256 or more, one entry per byte")
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     return args
 
 
 def recipes(args: argparse.Namespace) -> list[Run]:
-    """A run a recipe; a policy in --config stands instead of this example's own.
+    """Return one run per recipe. With --config, this program adds no policy of its own.
 
-    Raises ValueError for a wrong recipe or option: now, rather than after the runs before it.
+    A wrong recipe or option raises a ValueError here, before any run has started.
     """
     if args.config is not None:
         os.environ["Q2COMPILE_CONFIG"] = str(args.config)
@@ -182,7 +183,7 @@ def print_where_to_look(args: argparse.Namespace, team: several_gpus.Team) -> No
                 stdout=subprocess.DEVNULL,
             )
             print(f"{name} report: {folder / 'report.html'} (as text: report.txt)")
-            print(f"{name} graphs: {folder}, a folder per graph, a file per stage")
+            print(f"{name} graphs: {folder}, with one folder per graph and one file per stage")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

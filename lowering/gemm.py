@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps of the lowerings of `q2::gemm` and `q2::grouped_gemm`. Without fp4 tensor cores, a GEMM is
-emulated by torch's own bf16 GEMM. Inductor allocates its result, chooses its kernel and fuses its
-readers, as for any other GEMM.
+emulated by torch's own bf16 GEMM, or by its fp8 GEMM: MXFP4 on GPUs that have one. Inductor
+allocates its result, chooses its kernel and fuses its readers, as for any other GEMM.
 
     A, B: the dequantized operands
 
@@ -45,23 +45,25 @@ _aten = torch.ops.aten
 
 
 def scaled(call: OpCall) -> Any:
-    """q2.gemm of fp8 codes by torch's own FP8 GEMM, whose result and kernel Inductor plans; None
-    where another kernel serves it, or the op has to pad (cuda/gemm/scaled_mm.py)."""
-    a, _, a_global, b, _, b_global, bias, a_scheme, _, dtype = call.bound
-    if not get_scheme(a_scheme).is_tensorwise or not multiplies_fp8(V.current_node):
+    """q2.gemm by torch's own FP8 GEMM, whose result and kernel Inductor plans, of fp8 codes or of
+    mxfp4 codes in e4m3; None where another kernel serves it, or the op has to pad
+    (cuda/gemm/scaled_mm.py)."""
+    if not multiplies_fp8(V.current_node):
         return None
+    a, _, _, b, _, _, bias, a_scheme, _, dtype = call.bound
     known = V.graph.sizevars
-    sizes = a.get_size()[1], b.get_size()[0]
+    sizes = a.get_size()[1] * get_scheme(a_scheme).packed, b.get_size()[0]
     if not all(known.statically_known_multiple_of(size, UNIT) for size in sizes):
         return None
     if any(known.statically_known_equals(size, 0) for size in (*a.get_size(), *b.get_size())):
         return None
     inside = adds_bias(None if bias is None else bias.get_dtype(), dtype)
+    (a, a_scale), (b, b_scale) = (_in_e4m3(V.current_node, call, *at) for at in OPERANDS)
     out = lowerings[_aten._scaled_mm.default](
         a,
         lowerings[_aten.permute.default](b, [1, 0]),
-        a_global,
-        b_global,
+        a_scale,
+        b_scale,
         bias if inside else None,
         None,
         dtype if inside else torch.float32,
@@ -71,6 +73,19 @@ def scaled(call: OpCall) -> Any:
         return out
     out = lowerings[_aten.add.Tensor](out, bias)
     return lowerings[torch.ops.prims.convert_element_type.default](out, dtype)
+
+
+def _in_e4m3(gemm: fx.Node, call: OpCall, first: int, at: int) -> tuple[Any, Any]:
+    """The elements of an operand and the scale of all, made once for all GEMMs that read it. first,
+    at: positions of its codes and its scheme."""
+    codes, scales, global_scale = call.bound[first : first + 3]
+    scheme, known = str(call.bound[at]), lowering_state().in_e4m3
+    if get_scheme(scheme).is_tensorwise:
+        return codes, global_scale
+    node: Any = gemm.args[first]
+    if node not in known:
+        known[node] = launches_of(torch.ops.q2.to_e4m3.default, codes, scales, global_scale, scheme)
+    return known[node]
 
 
 def product(call: OpCall) -> Any:

@@ -26,8 +26,7 @@ from q2compile.lowering.member import Member, OpCall
 from q2compile.lowering.state import lowering_state
 from q2compile.runtime_kernels.cuda.calls import OperandLayout, is_in_layout
 from q2compile.runtime_kernels.cuda.quantize import grouped_launch
-from q2compile.runtime_kernels.cuda.quantize.grouped_check import Group, begin, checked_as
-from q2compile.runtime_kernels.cuda.quantize.grouped_launch import compile_ahead
+from q2compile.runtime_kernels.cuda.quantize.grouped_check import Group, checked_as, rejection
 from q2compile.runtime_kernels.cuda.quantize.grouping import can_share
 from q2compile.runtime_kernels.ops.table import SPLIT_SCALES
 from q2compile.runtime_kernels.registry import as_written, bound, call_op, parameters, serving
@@ -137,12 +136,6 @@ def results_of(op: torch._ops.OpOverload, args: Sequence[Any]) -> Any:
 def _layouts_of(name: str, args: Sequence[Any]) -> dict[int, OperandLayout]:
     """The layouts that the kernel needs, by position of the argument."""
     return launching(name, args).layouts(*fakes(args))
-
-
-@_once_a_kind
-def _launched(name: str, args: Sequence[Any]) -> list[Any]:
-    """The launches that a call of that kernel may make."""
-    return list(launching(name, args).launches(*fakes(args)))
 
 
 @_once_a_kind
@@ -292,8 +285,7 @@ class Launches(LaunchNode):
         self._members, self._products = members, products
         device = members[0].device
         if device.type == "cuda" and (len(members) > 1 or products):
-            compiled = compile_ahead([_launched(m.op, m.args) for m in members], device.index)
-            begin(_checked_group(members, products), device, compiled)
+            rejection(_checked_group(members, products), device)  # its call site asks again
         others = [p.other for p in products if is_tensor(p.other)]
         super().__init__(
             [*map(unwrapped, (*tensors_of(members), *others))],

@@ -31,6 +31,7 @@ from q2compile.runtime_kernels.ops.table import (
     QUANTIZE,
     REQUANTIZE,
     SPLIT_SCALES,
+    TO_E4M3,
     TRANSPOSE,
 )
 
@@ -49,6 +50,7 @@ LOWERINGS: dict[str, tuple[Step, ...]] = {
     GATHER_ROWS: (gathered.gather_rows,),
     SPLIT_SCALES: (launches.launch,),
     DEQUANTIZE: (fp8.dequantize, launches.launch),
+    TO_E4M3: (launches.launch,),
     TRANSPOSE: (fp8.transpose, launches.launch),
     MASKED_UNROTATE: (launches.launch,),
     GEMM_MASKED_UNROTATE: (launches.launch,),

@@ -39,6 +39,7 @@ class LoweringState:
     waiting      calls of the group that is being lowered, not launched yet (launches.py)
     products     alpha of two global scales, by their nodes (set by launches.py, read by gemm.py)
     dequantized  bf16 operands of emulated GEMMs, by the node of their codes
+    in_e4m3      e4m3 operands of FP8 GEMMs and their scales, likewise
     gathered     gathered rows of those, by that node and the q2.gather_rows node
     ungathered   the arguments of a q2.gather_rows (codes, scales, rows), by its node
     made         outputs of a quantizer that an earlier one's kernel computes (fused_launches.py)
@@ -49,6 +50,7 @@ class LoweringState:
     waiting: list[Member] = field(default_factory=list)
     products: dict[tuple[fx.Node, fx.Node], Any] = field(default_factory=dict)
     dequantized: dict[fx.Node, Any] = field(default_factory=dict)
+    in_e4m3: dict[fx.Node, tuple[Any, Any]] = field(default_factory=dict)
     gathered: dict[tuple[fx.Node, fx.Node], Any] = field(default_factory=dict)
     ungathered: dict[fx.Node, tuple[Any, Any, Any]] = field(default_factory=dict)
     made: dict[fx.Node, tuple[Any, ...]] = field(default_factory=dict)

@@ -7,6 +7,7 @@ backend="quartet2")`` needs no import.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,6 @@ from torch import fx
 from q2compile.capture.inline_attention import inline_attention
 from q2compile.capture.module_names import Names
 from q2compile.compiler.compile_graph import compile_graph, compile_plain, holds_q2_ops
-from q2compile.compiler.post_grad_passes import fuses_rotations
 from q2compile.config import (
     CallArguments,
     Config,
@@ -26,12 +26,14 @@ from q2compile.config import (
     uses_cuda_graphs,
 )
 from q2compile.failures.stage_error import COMPILE, REWRITE, Faults
-from q2compile.linear.checks_ahead import begin_checks, begin_library, inductor_kernels_ahead
-from q2compile.lowering.inductor_kernels import selfcheck as inductor_selfcheck
 from q2compile.report import announce
 from q2compile.report.graph_log import GraphLog
-from q2compile.report.row import Row
 from q2compile.rewrite.rewrite_graph import rewrite
+from q2compile.runtime_kernels.cpu import build
+from q2compile.runtime_kernels.cuda.known_bad import warn_of_known_bad
+from q2compile.runtime_kernels.kernel_states import why_disabled
+from q2compile.runtime_kernels.ops.table import QUANTIZE
+from q2compile.runtime_kernels.registry import CPP
 from q2compile.telemetry.begin import recorder_of
 from q2compile.torch_internals.aot_autograd import compiles_ahead_of_time
 from q2compile.torch_internals.dynamo import (
@@ -88,7 +90,7 @@ def quartet2(
             plain = compile_plain(gm, example_inputs, config, gathered)
             return log.checked(plain, names)
         stage = COMPILE
-        _begin_checks(rows, example_inputs, config)
+        _prepare_devices(example_inputs)
         recorder = recorder_of(rewritten, telemetry_options(config), rows, names)
         watcher, root = log.watcher, names.root
         compiled = compile_graph(
@@ -109,14 +111,11 @@ def quartet2(
     return log.checked(compiled, names)
 
 
-def _begin_checks(rows: Sequence[Row], example_inputs: Sequence[Any], config: Config) -> None:
-    devices = [x.device for x in example_inputs if isinstance(x, torch.Tensor)]
-    device = next((each for each in devices if each.type == "cuda"), None)
-    texts = [(row.fprop, row.dgrad, row.wgrad) for row in rows if row.taken]
-    if device is None and texts and any(each.type == "cpu" for each in devices):
-        begin_library()
-    if device is None or not texts:
-        return
-    begin_checks(texts, device, fuses_rotations(config, device))
-    for scheme in inductor_kernels_ahead(texts, device) if config.inner == "inductor" else ():
-        inductor_selfcheck.begin(device, scheme)
+def _prepare_devices(example_inputs: Sequence[Any]) -> None:
+    """Warns of versions that are known to be bad with a GPU. For a CPU, a thread compiles its
+    kernels while Inductor compiles the graph."""
+    types = {x.device.type for x in example_inputs if isinstance(x, torch.Tensor)}
+    if "cuda" in types and torch.cuda.is_available():  # fake tensors need no GPU
+        warn_of_known_bad(torch.cuda.current_device())
+    elif "cpu" in types and why_disabled(QUANTIZE, CPP) is None:
+        build.begin(os.getpid())

@@ -128,42 +128,43 @@ class Config:
 
     recipe          a recipe's name, or a mapping that changes one (see `recipes.resolve`)
     policy          {pattern: recipe or mapping}; the last match wins (see `policy`)
-    global_scale    "pow2": a power of two found after the codes; "exact": the papers', from amax
+    global_scale    "pow2": a power of two that is computed after the codes; "exact": computed from
+                    the amax, as in the papers
     dump            a folder for every stage of every graph and the report; None writes nothing
-    strict          raise when a pattern matches nothing, or a wanted matmul was not taken or seen;
-                    when no graph at all reaches the backend only `explain` can tell
+    strict          raise if a pattern matches nothing, or if a matmul that the policy wants was not
+                    taken or not seen; if no graph reaches the backend, only `expect` raises
     mode            a mode of Inductor: "default", "reduce-overhead", "max-autotune", ...
     inductor        settings of Inductor's config for only these graphs
     inner           "inductor", or "eager" to run the rewritten graphs without Inductor
     disable_passes  names of graph passes to leave out, to find which one is at fault
-    disable_kernels  names of kernels that must not run, such as "cublaslt_fp4" or "quantize.cuda":
-                    another runs in their place, in the whole process, from this graph on. Those in
-                    Q2COMPILE_DISABLE_KERNELS are added
+    disable_kernels  names of kernels that must not run, such as "cublaslt_fp4" or "quantize.cuda".
+                    Others take their place in the whole process, from this graph on. Kernels that
+                    Q2COMPILE_DISABLE_KERNELS names are disabled, too
     keep_packed     under activation checkpointing, save the quantized operands of a checkpointed
                     region instead of recomputing them (see `passes.joint.keep_packed`)
-    cache_weights   quantize each weight once and use the codes until it changes: in all
-                    micro-batches of a step, and in inference (see `weight_cache` for what is seen
-                    as a change, and what is not)
-    recompute_weights  True: the backward recomputes codes of weights from the parameters, which
+    cache_weights   quantize each weight once, and use the codes until the weight changes: in all
+                    micro-batches of a step, and in inference (`weight_cache` says which changes
+                    are noticed)
+    recompute_weights  True: the backward recomputes the codes of weights from the parameters, which
                     saves 4.5 bits per parameter; False: codes are saved; "auto": codes are saved
                     if they do not raise the peak of a step (`passes.joint.saved_weights` has the
-                    rule). Otherwise the block scales of bf16 parameters are saved where codes
-                    follow from them: half a bit per parameter (see `passes.joint.save_weights`)
-    fuse_rotations  True: quantizers that rotate compute their operand themselves, where that is an
-                    expression and expected to pay (`lowering.prologue`); "auto": on GPUs of compute
-                    capability 9.x, where that was measured (`examples/benchmarks/quantizers.py`),
-                    without telemetry, whose recorded steps read operands; False: quantizers read
-                    their operand from memory
-    on_error        when a stage of q2compile raises: "raise" StageError, which names the graph, the
-                    stage and a file that reproduces it; or "bf16": warn, and compile that graph
-                    with plain Inductor
-    seed            an int of 64 bits, signed or unsigned: the random bits of the backward come from
-                    a counter of q2compile's own with this key, on each device, so dropout and noise
-                    are those of a bf16 run. None draws from torch's default generator, as they do
-                    (see `q2compile.get_rng_state`)
-    telemetry       records errors of each quantized operand every so many steps: a mapping with
-                    the keys every, modules, to, csv, tensorboard (see `telemetry.options`); None
-                    records nothing
+                    rule). If codes are not saved but follow from the block scales of a bf16
+                    parameter, these are: half a bit per parameter (`passes.joint.save_weights`)
+    fuse_rotations  True: quantizers that rotate compute their operand themselves, if it is one
+                    expression and this is expected to be faster (`lowering.prologue`); False: they
+                    read it from memory; "auto": True on GPUs of compute capability 9.x, where it
+                    was measured (`examples/benchmarks/quantizers.py`), unless there is telemetry,
+                    which has to read operands
+    on_error        what happens if a stage of q2compile fails. "raise": a StageError names the
+                    graph, the stage and a file that reproduces the error; "bf16": warn, and compile
+                    that graph with plain Inductor
+    seed            an int of 64 bits, signed or unsigned: random bits of the backward come from
+                    q2compile's own counter on each device, with this key, so that dropout and noise
+                    are the same as in a bf16 run (see `q2compile.get_rng_state`). None: they come
+                    from torch's default generator
+    telemetry       record the errors of each quantized operand once every so many steps: a mapping
+                    with the keys every, modules, to, csv, tensorboard (see `telemetry.options`).
+                    None records nothing
     """
 
     recipe: RecipeName | RecipeChange = "quartet2"

@@ -128,6 +128,7 @@ class DeviceLostError(RuntimeError):
     this process. The message names the kernel that ran last, and what to do."""
 
 
+AWAITED: ContextVar[dict | None] = ContextVar("q2compile_awaited", default=None)
 _DISABLED: dict[str, str] = {}  # name -> who disabled it
 _ASSUMED: ContextVar[tuple[int, int] | None] = ContextVar("q2compile_assumed_gpu", default=None)
 
@@ -146,6 +147,18 @@ def assumed_gpu(capability: tuple[int, int]) -> Iterator[None]:
 def assumed_capability() -> tuple[int, int] | None:
     """The compute capability of the GPU that is assumed; None outside of `assumed_gpu`."""
     return _ASSUMED.get()
+
+
+@contextmanager
+def awaited_in(begun: dict | None) -> Iterator[dict | None]:
+    """Kernels that are still to be checked count as good meanwhile. Their self-checks begin when
+    they are asked for, and are added to `begun`, to be awaited later (cuda/checks.py). None: a
+    question waits for its check, as it does outside of such a context."""
+    token = AWAITED.set(begun)
+    try:
+        yield begun
+    finally:
+        AWAITED.reset(token)
 
 
 def disable(names: Iterable[str], who: str) -> None:

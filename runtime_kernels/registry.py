@@ -23,12 +23,14 @@ from typing import Any
 import torch
 
 from q2compile.runtime_kernels.kernel_states import (
+    AWAITED,
     KNOWN,
     UNSUPPORTED,
     DeviceLostError,
     NotServedError,
     Reason,
     assumed_capability,
+    awaited_in,
     disable,
     disabled_kernels,
     lacks_memory,
@@ -133,7 +135,7 @@ def define(schema: str, *, fake: Callable, tags: Sequence[torch.Tag] = ()) -> No
 
     def call(*args, **kwargs):
         given = bound(name, args, kwargs)
-        with _without_autocast(device_of(given).type):
+        with _without_autocast(device_of(given).type), _checked_at_once():
             return _run(candidates, given)
 
     def call_fake(*args, **kwargs):
@@ -152,6 +154,11 @@ def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
     if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return _AS_IT_IS
+
+
+def _checked_at_once() -> AbstractContextManager[Any]:
+    """A call that runs waits for checks, also while a graph is compiled: constants are folded."""
+    return _AS_IT_IS if AWAITED.get() is None else awaited_in(None)
 
 
 @functools.cache

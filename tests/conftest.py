@@ -16,8 +16,10 @@ from functools import partial
 
 # Before torch is imported, for this process and those that tests start. Inductor's code for a CPU
 # without vectors compiles in half the time; fixture `vectors` brings them back. A pool of compiling
-# processes would import torch once more beside each process that compiles something.
+# processes would import torch once more beside each process that compiles something. A collection
+# after each frame takes 4% of the time.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("CXX", os.path.join(os.path.dirname(__file__), "support/compiler/g++"))
 if "PYTEST_XDIST_WORKER" not in os.environ:
@@ -38,11 +40,14 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from q2compile.runtime_kernels import kernel_states, registry
 from q2compile.runtime_kernels.cuda import checks
 from tests.support.browser import Browser, missing
+from tests.support.forked import leave_guards_unmeasured
 from tests.support.new_process import forget_checks, forget_dump_folders
 
 # The same examples in every run, and no deadline: CI machines are slow and shared.
 settings.register_profile("q2compile", derandomize=True, deadline=None)
 settings.load_profile("q2compile")
+
+leave_guards_unmeasured()
 
 # Compilers make millions of objects that live on. By CPython's thresholds collections, which find
 # little, take up to 12% of a test's time; by these the memory of a process grows by 2%.

@@ -54,8 +54,8 @@ MAY_IMPORT = {
     + ["tools.compare", "tools.export"]
     + ["runtime_kernels.kernel_states", "runtime_kernels.registry"]
     + ["torch_internals.tested_versions", "weight_cache"],
-    "backend": ["capture", "compiler", "config", "failures", "linear", "lowering", "report"]
-    + ["rewrite", "telemetry", "torch_internals", "weight_cache"],
+    "backend": ["capture", "compiler", "config", "failures", "report", "rewrite"]
+    + ["runtime_kernels", "telemetry", "torch_internals", "weight_cache"],
     "config": ["passes", "recipes", "runtime_kernels", "telemetry.options", "torch_internals"],
     # Products on top: nothing below imports a folder of tools/, and none imports another, so that
     # each can be deleted. Only `Report.to_html` calls for the page.
@@ -68,9 +68,9 @@ MAY_IMPORT = {
     "tools.page.assemble": [],
     "rewrite": ["capture", "config", "cost_model", "graph", "linear", "recipes", "report.row"]
     + ["torch_internals"],
-    "compiler": ["config", "graph", "lowering", "passes", "runtime_kernels.kernel_states"]
-    + ["runtime_kernels.ops", "runtime_kernels.registry"]
-    + ["torch_internals", "weight_cache"],
+    "compiler": ["config", "graph", "lowering", "passes", "runtime_kernels.cuda.check_results"]
+    + ["runtime_kernels.cuda.checks", "runtime_kernels.kernel_states", "runtime_kernels.ops"]
+    + ["runtime_kernels.registry", "torch_internals", "weight_cache"],
     "telemetry": ["capture", "graph", "recipes", "report.process_lock", "runtime_kernels"]
     + ["torch_internals"],
     "telemetry.options": ["recipes.policy"],
@@ -427,7 +427,6 @@ NAMES_QUANTIZERS = {
     "q2compile/tools/quantize.py",
     "q2compile/recipes/option_types.py",  # sources of operands, as in those below
     "q2compile/recipes/recipe.py",
-    "q2compile/linear/checks_ahead.py",
     "q2compile/tools/bench/cases.py",  # names of timings
 }
 

@@ -20,6 +20,7 @@ said otherwise. Names, and the rows that each makes:
                     time of its first step with empty caches
     8b_unfused      llama_8b_step_unfused: fuse_rotations=False, likewise
     8b_fp8          fp8_8b_step, quartet2_fp8_8b_step: those recipes, likewise
+    8b_mxfp4        mxfp4_2d_8b_step, likewise;  8b_mxfp4_others: mxfp4_8b_step, quartet_8b_step
     accumulation    RECIPE_accumulation_N, RECIPE_accumulation_N_cached: quartet2 and nvfp4 with
                     steps of N micro-batches of `8b`, 8 layers; with cache_weights=True
     fused           fused_llama_step, fused_llama_first_step: `llama` with fuse_rotations over
@@ -458,12 +459,13 @@ def _wait(device: torch.device) -> None:
 # ---- all of them ---------------------------------------------------------------------------------
 
 _30M = {"llama_30m_64x512": "quartet2"} | {f"{name}_30m_64x512": name for name in RECIPES_30M}
-_8B: dict[str, dict[str, Any]] = {
-    "llama_8b_step": {},
-    "llama_8b_step_kept": {"recompute_weights": False},
-}
+_8B: dict[str, dict[str, Any]] = {"llama_8b_step": {}}
+_8B |= {"llama_8b_step_kept": {"recompute_weights": False}}
 _UNFUSED = {"llama_8b_step_unfused": {"fuse_rotations": False}}
-_FP8 = {f"{name}_8b_step": {"recipe": name} for name in ("fp8", "quartet2_fp8")}
+_FP8, _MXFP4, _MXFP4_OTHERS = (
+    {f"{name}_8b_step": {"recipe": name} for name in names}
+    for names in (("fp8", "quartet2_fp8"), ("mxfp4_2d",), ("mxfp4", "quartet"))
+)
 _GRAPHS = {"llama_30m_64x512_graphs": "quartet2"}
 BENCHMARKS = {
     "linears": Benchmark(linears, "models.json"),
@@ -478,6 +480,8 @@ BENCHMARKS = {
     "8b": Benchmark(partial(large_llama, variants=_8B), "steps.json"),
     "8b_unfused": Benchmark(partial(large_llama, variants=_UNFUSED), "steps.json"),
     "8b_fp8": Benchmark(partial(large_llama, variants=_FP8), "steps.json"),
+    "8b_mxfp4": Benchmark(partial(large_llama, variants=_MXFP4), "steps.json"),
+    "8b_mxfp4_others": Benchmark(partial(large_llama, variants=_MXFP4_OTHERS), "steps.json"),
     "accumulation": Benchmark(accumulation, "steps.json"),
     "fused": Benchmark(fused_llama, "fusion.json"),
     "host": Benchmark(host, "steps.json"),

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which matmuls of a Hugging Face model would be quantized, and why the others would not.
+"""Show which matmuls of a Hugging Face model would be quantized, and why others would not.
 
     python examples/guides/explain_a_model.py                      # a small Llama
     python examples/guides/explain_a_model.py --model FOLDER --page report.html
 
-The weights are random and nothing is trained, so of a model only its config.json is needed.
+The weights are random and nothing is trained, so the folder needs only a config.json.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ SMALL = LlamaConfig(
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", help="a folder with a config.json, or a name on Hugging Face")
-    parser.add_argument("--layers", type=int, help="so many layers only; all by default")
-    parser.add_argument("--tokens", type=int, default=64, help="of one sequence; default 64")
-    parser.add_argument("--options", type=json.loads, default={}, help="the backend's, as JSON")
-    parser.add_argument("--page", help="write the report as an HTML page, too")
+    parser.add_argument("--layers", type=int, help="use only so many layers; default: all")
+    parser.add_argument("--tokens", type=int, default=64, help="sequence length; default 64")
+    parser.add_argument("--options", type=json.loads, default={}, help="backend options, as JSON")
+    parser.add_argument("--page", help="also write the report as an HTML page")
     args = parser.parse_args(argv)
 
     config = AutoConfig.from_pretrained(args.model) if args.model else SMALL

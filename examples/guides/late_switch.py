@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The late switch: the forward back to BF16 for the last part of the training, the backward in FP4.
+"""Late switch: run the forward in BF16 for the last part of training, and the backward in FP4.
 
     python examples/guides/late_switch.py --recipe nvfp4 --switch-at 0.82
 
-Compiling again changes the recipe; parameters and optimizer states are not touched.
+Compiling again changes the recipe. Parameters and optimizer states stay as they are.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ class Model(nn.Module):
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--recipe", default="nvfp4", help="default %(default)s")
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument(
-        "--switch-at", type=float, default=0.82, help="share of the steps; 1 never switches"
-    )
+    parser.add_argument("--steps", type=int, default=50, help="default %(default)s")
+    text = "switch after this share of the steps, never if it is 1; default %(default)s"
+    parser.add_argument("--switch-at", type=float, default=0.82, help=text)
     args = parser.parse_args(argv)
 
     torch.manual_seed(0)

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A policy: the first layer and the head in BF16, and one GEMM of others.
+"""Train with a policy that keeps the first layer, the head, and one GEMM of others in BF16.
 
-python examples/guides/policy_per_module.py
-python examples/guides/policy_per_module.py --policy '{"*": "bf16", "layers.1.*": "nvfp4"}'
+    python examples/guides/policy_per_module.py
+    python examples/guides/policy_per_module.py --policy '{"*": "bf16", "layers.1.*": "nvfp4"}'
+
+The second command quantizes only layer 1.
 """
 
 from __future__ import annotations
@@ -45,12 +47,13 @@ class Model(nn.Module):
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--policy", type=json.loads, default=POLICY, help="as JSON")
-    parser.add_argument("--recipe", default="quartet2", help="of all else; default %(default)s")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--policy", type=json.loads, default=POLICY, help="a JSON mapping")
+    text = "recipe of all other layers; default %(default)s"
+    parser.add_argument("--recipe", default="quartet2", help=text)
+    parser.add_argument("--steps", type=int, default=20, help="default %(default)s")
     args = parser.parse_args(argv)
 
-    # strict: a pattern that matches nothing is an error.
+    # With strict, a pattern that matches nothing raises an error.
     options = {"recipe": args.recipe, "policy": args.policy, "strict": True}
     torch.manual_seed(0)
     model, x = Model(), torch.randn(256, 64)

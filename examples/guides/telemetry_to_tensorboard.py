@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Telemetry: what quantizing does to every operand while a model trains, as curves.
+"""Record the quantization error of every operand while a model trains, and show it as curves.
 
     pip install tensorboard
     python examples/guides/telemetry_to_tensorboard.py --to runs/telemetry
     tensorboard --logdir runs/telemetry
 
-Without TensorBoard the records are in rank0.jsonl and rank0.csv of the folder all the same.
+Without TensorBoard, the same records are in rank0.jsonl and rank0.csv of the folder.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--to", default="runs/telemetry", help="folder; default %(default)s")
     parser.add_argument("--every", type=int, default=10, help="steps between records; default 10")
-    parser.add_argument("--modules", default="*", help="a pattern of module names; default all")
+    parser.add_argument("--modules", default="*", help="a pattern of module names; default: all")
     parser.add_argument("--recipe", default="quartet2", help="default %(default)s")
-    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=50, help="default %(default)s")
     args = parser.parse_args(argv)
 
     torch.manual_seed(0)
@@ -52,19 +52,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    q2compile.telemetry.flush()  # done at exit, too
+    q2compile.telemetry.flush()  # to read the records now; at exit this happens by itself
 
     lines = (Path(args.to) / "rank0.jsonl").read_text(encoding="utf-8").splitlines()
     records = [record for line in lines if "event" not in (record := json.loads(line))]
     last = [record for record in records if record["step"] == records[-1]["step"]]
-    print(f"{len(records)} records in {args.to}; the last, of step {last[0]['step']}:")
+    print(f"{len(records)} records in {args.to}; the last ones, from step {last[0]['step']}:")
     for r in last:
         operand = f"{r['module']} {r['gemm']} {r['operand']}"
         print(f"{operand:12} relative error {r['relative_error']:.4f}, amax {r['amax']:.3g}")
     if importlib.util.find_spec("tensorboard"):
-        print(f"curves: tensorboard --logdir {args.to}")
+        print(f"to see curves: tensorboard --logdir {args.to}")
     else:
-        print("for curves: pip install tensorboard, and run this again")
+        print("to see curves: pip install tensorboard, and run this again")
     return 0
 
 

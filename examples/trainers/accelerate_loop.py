@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loop of one's own with accelerate: compile the model, then let accelerate prepare it.
+"""Your own training loop with accelerate: compile the model, then let accelerate prepare it.
 
-Accelerator(dynamo_backend=...) takes only the names that accelerate lists, so it stays unset.
+Accelerator(dynamo_backend=...) accepts only the names that accelerate lists, so leave it unset.
 
     python examples/trainers/accelerate_loop.py
 """
@@ -20,7 +20,7 @@ import q2compile
 
 
 class Classifier(nn.Module):
-    """The sign of a projection of x, in 16 directions, by a network of two layers."""
+    """A network of two layers, which learns the signs of 16 projections of x."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Classifier(nn.Module):
 
 
 class RandomBits:
-    """The counter of the option seed, which accelerate saves and loads with the rest."""
+    """The counter of the option seed; accelerate saves and loads it with a checkpoint."""
 
     def state_dict(self) -> dict[str, dict[int, int]]:
         return q2compile.get_rng_state()
@@ -43,8 +43,10 @@ class RandomBits:
 def train(
     steps: int, options: dict[str, object], cpu: bool = False, checkpoint: str = ""
 ) -> tuple[nn.Module, list[float]]:
-    """Train for ``steps`` optimizer steps of two micro-batches each; return model and losses.
-    checkpoint: a folder to write."""
+    """Train for ``steps`` optimizer steps of two micro-batches each, and return model and losses.
+
+    checkpoint: a folder to write
+    """
     accelerator = Accelerator(gradient_accumulation_steps=2, mixed_precision="bf16", cpu=cpu)
     torch.manual_seed(0)
     x = torch.randn(64 * steps, 64)
@@ -70,7 +72,7 @@ def train(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=40, help="default %(default)s")
     _, losses = train(parser.parse_args().steps, {"recipe": "quartet2", "seed": 0})
     print(f"loss: first {losses[0]:.3f}, last {losses[-1]:.3f}")
 

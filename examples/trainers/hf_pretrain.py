@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face's Trainer on real text: a Llama of `examples/pretrain.py` on a corpus it built.
+"""Pretrain a Llama of `examples/pretrain.py` with Hugging Face's Trainer, on one of its corpora.
 
     python examples/trainers/hf_pretrain.py --corpus corpus/ --recipe quartet2 --size 100m
 
-Prints the held-out loss, tokens per second after the first steps, and the peak of device memory.
-With several GPUs start it with torchrun; started plainly, the Trainer takes all it sees and cuts
-each batch among them by DataParallel: let it see one (CUDA_VISIBLE_DEVICES=0).
+It prints the held-out loss, the tokens per second after the first steps, and the peak of device
+memory. To use several GPUs, start it with torchrun. Without torchrun, the Trainer would run
+DataParallel on all GPUs that it sees, so show it only one (CUDA_VISIBLE_DEVICES=0).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from pretraining.batches import Windows
 from pretraining.corpus import Corpus
 from pretraining.model import SIZES, build_model
 
-UNTIMED = 10  # steps: the first compiles
+UNTIMED = 10  # steps at the beginning; the first one compiles
 
 
 class Rows(Dataset):
-    """Windows as the Trainer takes them, a sequence of [S] tokens a row."""
+    """Windows in the form that the Trainer expects: one sequence of [S] tokens per row."""
 
     def __init__(self, windows: Windows) -> None:
-        self.windows = windows  # of batches of one
+        self.windows = windows  # each is a batch of one sequence
 
     def __len__(self) -> int:
         return len(self.windows)
@@ -46,7 +46,7 @@ class Rows(Dataset):
 
 
 class Clock(TrainerCallback):
-    """The time from the end of step UNTIMED to the end of the last."""
+    """Measures the time from the end of step UNTIMED to the end of the last step."""
 
     def __init__(self) -> None:
         self.marks: dict[int, float] = {}
@@ -64,7 +64,7 @@ class Clock(TrainerCallback):
 
 
 def train(args: argparse.Namespace, **others: Any) -> dict[str, Any]:
-    """Train by the Trainer, unmodified; returns what came out. others: options of q2compile."""
+    """Train with the unmodified Trainer, and return the results. others: options of q2compile."""
     corpus, size = Corpus.open(args.corpus), SIZES[args.size]
     torch.manual_seed(args.seed)
     model = build_model(size, corpus.facts.vocab, args.seq)
@@ -118,17 +118,17 @@ def train(args: argparse.Namespace, **others: Any) -> dict[str, Any]:
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
-    add("--corpus", type=Path, required=True, help="folder that `pretrain.py corpus` built")
-    add("--recipe", default="quartet2", help="of q2compile; bf16 for the comparison")
-    add("--size", choices=SIZES, default="100m")
-    add("--steps", type=int, default=300)
+    add("--corpus", type=Path, required=True, help="the folder that `pretrain.py corpus` wrote")
+    add("--recipe", default="quartet2", help="a recipe of q2compile; bf16 is the baseline")
+    add("--size", choices=SIZES, default="100m", help="model size")
+    add("--steps", type=int, default=300, help="steps to train")
     add("--batch", type=int, default=32, help="sequences per step")
     add("--seq", type=int, default=512, help="tokens per sequence")
-    add("--eval-batches", type=int, default=32)
+    add("--eval-batches", type=int, default=32, help="batches for the held-out loss")
     add("--workers", type=int, default=0, help="processes that read batches")
-    add("--seed", type=int, default=0)
+    add("--seed", type=int, default=0, help="seed of the weights and the data order")
     add("--dump", help="folder for graphs and the report")
-    add("--out", default="runs/hf_pretrain")
+    add("--out", default="runs/hf_pretrain", help="output folder of the Trainer")
     return parser.parse_args(argv)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hugging Face's Trainer: compile the model before the Trainer gets it, and change nothing else.
 
-TrainingArguments(torch_compile_backend=...) takes only the names that accelerate lists, so it stays
-unset. Saved checkpoints are those of the plain model.
+TrainingArguments(torch_compile_backend=...) accepts only the names that accelerate lists, so leave
+it unset. Checkpoints have the names of the plain model.
 
     python examples/trainers/hf_trainer.py --out runs/hf_trainer
 """
@@ -30,7 +30,7 @@ SAVE_STEPS = 10
 
 
 class Counting(Dataset):
-    """Rows of numbers that count up, by one, from a random start: easy to learn."""
+    """Rows of numbers that count up from a random start, which is easy to learn."""
 
     def __init__(self, rows: int, length: int, vocabulary: int) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -61,8 +61,10 @@ class KeepRandomBits(TrainerCallback):
 def train(
     out: str, steps: int, options: dict[str, object], resume: bool = False
 ) -> tuple[LlamaForCausalLM, float]:
-    """Train a tiny Llama; return it and the mean loss that the Trainer reports. resume: go on from
-    the last checkpoint in ``out``."""
+    """Train a tiny Llama. Return it and the mean loss that the Trainer reports.
+
+    resume: continue from the last checkpoint in ``out``
+    """
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=64,
@@ -99,8 +101,8 @@ def train(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", default="runs/hf_trainer", help="where the checkpoint goes")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--out", default="runs/hf_trainer", help="folder for checkpoints")
+    parser.add_argument("--steps", type=int, default=20, help="default %(default)s")
     arguments = parser.parse_args()
     _, loss = train(arguments.out, arguments.steps, {"policy": {"lm_head": "bf16"}, "seed": 0})
     print(f"mean loss over {arguments.steps} steps: {loss:.3f}")

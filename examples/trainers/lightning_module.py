@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lightning: compile the network inside the LightningModule, where it is made.
+"""Lightning: compile the network inside the LightningModule, where the network is created.
 
-The checkpoint has the plain network's names, since Module.compile wraps nothing.
+The checkpoint has the names of the plain network, because Module.compile wraps nothing.
 
     python examples/trainers/lightning_module.py
 """
@@ -30,9 +30,9 @@ class Network(nn.Module):
 
 
 class Classifier(lightning.LightningModule):
-    """The sign of a projection of x, in 16 directions.
+    """A network that learns the signs of 16 projections of x.
 
-    options: q2compile's, see its README.
+    options: options of q2compile
     """
 
     def __init__(self, options: dict[str, Any]) -> None:
@@ -47,7 +47,7 @@ class Classifier(lightning.LightningModule):
         self.losses.append(loss.item())
         return loss
 
-    # The option seed has a counter on the device; a checkpoint that holds it resumes to the bit.
+    # With the counter of the option seed in the checkpoint, a resumed run has the same bits.
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["q2compile"] = q2compile.get_rng_state()
 
@@ -61,8 +61,10 @@ class Classifier(lightning.LightningModule):
 def train(
     steps: int, options: dict[str, Any], accelerator: str = "auto", checkpoint: str = ""
 ) -> Classifier:
-    """Train for ``steps`` steps and return the module, which has the losses. checkpoint: a file to
-    write."""
+    """Train for ``steps`` steps, and return the module, which has the losses.
+
+    checkpoint: a file to write
+    """
     torch.manual_seed(0)
     x = torch.randn(32 * steps, 64)
     y = (x @ torch.randn(64, 16) > 0).float()
@@ -85,7 +87,7 @@ def train(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=40, help="default %(default)s")
     module = train(parser.parse_args().steps, {"recipe": "quartet2", "seed": 0})
     print(f"loss: first {module.losses[0]:.3f}, last {module.losses[-1]:.3f}")
 

@@ -12,7 +12,7 @@ It is compiled in a thread of its own, since Inductor stores its current graph p
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from pathlib import Path
 
@@ -20,13 +20,11 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from q2compile.lowering import register
-from q2compile.lowering.inductor_kernels.support import beats_kernels, why_not_lowered
 from q2compile.runtime_kernels.cuda import checks
 from q2compile.runtime_kernels.cuda.check_results import Request
-from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import not_served
 from q2compile.runtime_kernels.cuda.selfcheck import apart, difference_of_bits
 from q2compile.runtime_kernels.kernel_states import why_disabled
-from q2compile.runtime_kernels.ops.table import QuantizerCall, rowwise_call
+from q2compile.runtime_kernels.ops.table import QuantizerCall
 from q2compile.runtime_kernels.registry import INDUCTOR
 from q2compile.torch_internals.inductor import compile_by_itself
 from q2compile.torch_internals.patches import patched
@@ -39,19 +37,11 @@ def rejection(device: torch.device, call: QuantizerCall) -> str | None:
     in words."""
     if not needs_check(device):
         return why_disabled(call.spec.name, INDUCTOR)
-    return checks.rejection(_request(device, call))
+    return checks.rejection(request_of(device, call))
 
 
-def begin(device: torch.device, scheme: str) -> None:
-    """Start the check of a rowwise quantizer, if it may be an Inductor kernel: with something to
-    fuse with, or because no CUDA kernel serves the scheme."""
-    call = rowwise_call(scheme)
-    instead = beats_kernels(call) or not_served(scheme, call.transform.name) is not None
-    if instead and why_not_lowered(device, call) is None and needs_check(device):
-        checks.begin(_request(device, call))
-
-
-def _request(device: torch.device, call: QuantizerCall) -> Request:
+def request_of(device: torch.device, call: QuantizerCall) -> Request:
+    """The self-check of the Inductor kernel of such a call."""
     how = call.scheme.name, call.transform.name, call.variant
     args = {name: arg if _is_plain(arg) else None for name, arg in call.args.items()}
     check = call.spec.name, INDUCTOR, device, *how
@@ -71,10 +61,15 @@ def needs_check(device: torch.device) -> bool:
 
 def is_unavailable(device: torch.device, call: QuantizerCall) -> bool:
     """Whether it is disabled, or a check that was run has rejected it."""
-    request = _request(device, call)
+    request = request_of(device, call)
     found = checks.result_of(request)
     disabled = why_disabled(call.spec.name, INDUCTOR) is not None
     return disabled or (found is not None and found.reason is not None)
+
+
+def compiling(device: torch.device, call: QuantizerCall) -> list[Future]:
+    """No threads: Inductor compiles in the check."""
+    return []
 
 
 def disagreement(device: torch.device, call: QuantizerCall) -> str | None:

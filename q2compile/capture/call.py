@@ -153,5 +153,5 @@ def _unusable_experts(w: torch.Tensor) -> str:
     if isinstance(w, DTensor):
         return "the experts' weights are a DTensor: the q2 ops for experts have no sharding rule"
     if w.shape[1] % 16 or w.shape[2] % 16:
-        return f"experts of {list(w.shape[1:])}: both sizes must be multiples of 16, a block"
+        return f"experts of {list(w.shape[1:])}: both sizes must be multiples of 16, a block's size"
     return ""

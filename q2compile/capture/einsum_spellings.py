@@ -45,7 +45,7 @@ def einsum(call: Call) -> Matmul | NotTaken | None:
     if isinstance(text, str) and len(operands) == 1:
         return None
     if not isinstance(text, str) or len(operands) != 2:
-        return call.left("einsum of other than two operands with an equation", call.weight())
+        return call.left("einsum that is not of two operands with an equation", call.weight())
     inputs, arrow, out = text.replace(" ", "").partition("->")
     subs = inputs.split(",")
     out = out if arrow else _implied(inputs)

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from q2compile.compiler.post_grad_passes import Fault, Insertion, PostGradPasses
 from q2compile.compiler.watcher import Watcher
 from q2compile.config import Config, saves_weights_by_peak, uses_cuda_graphs
 from q2compile.graph.nodes import q2_nodes
+from q2compile.runtime_kernels.cuda.checks import awaited_together
 from q2compile.runtime_kernels.ops.seed import counter
 from q2compile.torch_internals.aot_autograd import (
     aot_eager_compile,
@@ -188,8 +190,9 @@ def _compiled(
     settings[JOINT_PASS_SLOT] = joint
     if watcher is not None:  # a cache hit would skip the passes, and with them what is to be shown
         settings["fx_graph_cache"] = False
-        return inductor_compile(gm, example_inputs, settings, watcher.output_code, patched)
-    return inductor_compile(gm, example_inputs, settings, within=patched)
+        on_code = watcher.output_code
+        return inductor_compile(gm, example_inputs, settings, on_code, _checked, passes.end)
+    return inductor_compile(gm, example_inputs, settings, None, _checked, passes.end)
 
 
 def _compiled_form(config: Config, gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -200,4 +203,12 @@ def _compiled_form(config: Config, gm: fx.GraphModule, inputs: list[Any]) -> Cal
         return aot_eager_compile(gm, inputs, lambda g: passes(g.graph), within=patched)
     lowering.register()
     settings = {**_settings(config), **pass_slot(passes), "triton.cudagraphs": False}
-    return inductor_compile(gm, inputs, settings, within=patched)
+    return inductor_compile(gm, inputs, settings, within=_checked, on_end=passes.end)
+
+
+@contextmanager
+def _checked() -> Iterator[Any]:
+    """Self-checks of kernels run while Inductor compiles a graph, with our patches of it. Yields
+    what is not empty at the end if a kernel is rejected that the graph was compiled for."""
+    with awaited_together() as rejected, patched():
+        yield rejected

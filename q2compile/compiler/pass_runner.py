@@ -13,6 +13,7 @@ from q2compile.compiler.cache_key import source_hash
 from q2compile.config import Config
 from q2compile.graph.nodes import op_counts
 from q2compile.passes.record import PassRecord
+from q2compile.runtime_kernels.cuda.check_results import rejections
 from q2compile.runtime_kernels.kernel_states import disabled_kernels
 from q2compile.torch_internals.inductor import CustomGraphPass
 
@@ -66,10 +67,11 @@ class PassRunner(CustomGraphPass):
         raise NotImplementedError
 
     def uuid(self) -> Any:
-        """Part of Inductor's cache key: our sources, the disabled kernels, and `key`. Without the
-        sources, a cache hit after an edit of a pass would be stale. None turns the cache off: a
-        pass that runs first has no uuid."""
-        own = f"{source_hash()}:{','.join(disabled_kernels())}:{self.key()}"
+        """Part of Inductor's cache key: our sources, the kernels that are disabled or rejected, and
+        `key`. Without the sources, a cache hit after an edit of a pass would be stale. None turns
+        the cache off: a pass that runs first has no uuid."""
+        left_out = ",".join((*disabled_kernels(), *rejections()))
+        own = f"{source_hash()}:{left_out}:{self.key()}"
         if self.first is None:
             return own
         other = self.first.uuid() if isinstance(self.first, CustomGraphPass) else None

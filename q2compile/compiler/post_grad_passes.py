@@ -19,6 +19,7 @@ from q2compile.errors import BackendError
 from q2compile.graph.nodes import device_of, name_of, q2_nodes, values
 from q2compile.passes import PassConditions
 from q2compile.passes.verify import check_spec
+from q2compile.runtime_kernels.kernel_states import AWAITED
 from q2compile.runtime_kernels.registry import bound, ops, warm_up
 from q2compile.torch_internals.aot_autograd import graph_kind
 from q2compile.torch_internals.dynamo import copied
@@ -66,6 +67,7 @@ class PostGradPasses(PassRunner):
         self.watcher = watcher
         self.fault = fault
         self.insertion = insertion
+        self._unloaded: list[fx.Graph] = []  # whose kernels are still to be checked
 
     def __call__(self, graph: fx.Graph) -> None:
         if self.first is not None:
@@ -95,13 +97,26 @@ class PostGradPasses(PassRunner):
         self.running = "the check after the passes"
         graph.lint()
         check_spec(graph, kind, f"{kind} graph after the passes", random_forward)
-        self.running = "the loading of kernels"
-        _load_kernels(graph)
         if self.watcher is not None:
             self.watcher.after_passes(_module(graph), kind, self.records)
         if self.insertion is not None:
             self.running = "telemetry"
             self.insertion(graph, kind)
+        if AWAITED.get() is not None:
+            self._unloaded.append(graph)
+            return
+        self.running = "the loading of kernels"
+        _load_kernels(graph)
+
+    def end(self, gm: fx.GraphModule, again: bool) -> None:
+        """Inductor has compiled a graph, and its kernels are checked. Loads them, unless the graph
+        is compiled again: then it also gets other records."""
+        kind, graphs = graph_kind(gm.graph), list(self._unloaded)
+        self._unloaded.clear()
+        if again:
+            self.records[:] = [record for record in self.records if record.graph != kind]
+            return
+        for graph in graphs:
             _load_kernels(graph)
 
     def wanted(self, graph: fx.Graph) -> PassConditions:
@@ -139,7 +154,8 @@ def _module(graph: fx.Graph) -> fx.GraphModule:
 
 def _load_kernels(graph: fx.Graph) -> None:
     """Compiles and loads what the graph's ops will launch, now rather than at their first call,
-    which may be inside a CUDA graph capture."""
+    which may be inside a CUDA graph capture. Triton ends the process if it can't compile a kernel
+    for a GPU, so a kernel is checked before."""
     for node in q2_nodes(graph):
         name = name_of(node.target)
         if name in ops():

@@ -17,7 +17,8 @@ Lowering decides what no graph shows:
                its share
     a scale    computed after the codes: raw scales are written, then read and rounded. An exact one
                for the tensor takes a read of its own before them
-    emulated   without fp4 tensor cores GEMMs are in BF16; codes that they read are dequantized
+    emulated   without fp4 tensor cores GEMMs are in BF16, or those of MXFP4 in FP8; codes that they
+               read are dequantized, or made e4m3
     fp8        a GEMM has the rate of fp8 tensor cores on every GPU
     experts    a grouped GEMM in FP4 is taken to be as fast as one of a single weight. What pads an
                expert's tokens to whole chunks and tiles, half a chunk each, is not counted
@@ -64,6 +65,7 @@ from q2compile.runtime_kernels.ops.table import (
 _SPLIT_SCALES_LAUNCHES = 2  # q2::split_scales: the largest, then the scales
 _INDUCTOR_SQUARE_LAUNCHES = 2  # the largest of each block, then codes
 _ALPHA = 1  # the product of two global scales, if no quantizer's last launch computes it
+_E4M3 = 8  # bits of an element
 _AMAX_LAUNCHES = 2  # of Inductor's reduction over a whole tensor
 
 
@@ -149,6 +151,9 @@ def _product(node: fx.Node, name: str, layer: Layer) -> list[Step]:
     first = next(iter(schemes.values()))
     if first.is_tensorwise:
         return [Step(name, bits, layer.flops, "fp8", by=TORCH)]
+    if layer.emulated and first.format == "mxfp4" and not layer.grouped:
+        bits = written + _E4M3 * sum(map(layer.elements, schemes))
+        return [*_in_e4m3(layer, schemes), Step(name, bits, layer.flops, "fp8", by=TORCH)]
     if layer.emulated:
         is_plain = layer.grouped or all(scheme.has_pow2_scale for scheme in schemes.values())
         is_masked = any(is_q2(user, MASKED_UNROTATE) for user in node.users)
@@ -189,6 +194,20 @@ def _dequantized(layer: Layer, schemes: dict[str, Scheme]) -> list[Step]:
             shared_by=layer.users(role),
         )
         for role, scheme in packed.items()
+    ]
+
+
+def _in_e4m3(layer: Layer, schemes: dict[str, Scheme]) -> list[Step]:
+    """Makes codes e4m3 for an FP8 GEMM, after a launch that reads their scales."""
+    return [
+        Step(
+            f"e4m3 {role}",
+            (_E4M3 + packed_bits(scheme.name)) * layer.elements(role),
+            bits_before=(packed_bits(scheme.name) - 4) * layer.elements(role),
+            launches=2,
+            shared_by=layer.users(role),
+        )
+        for role, scheme in schemes.items()
     ]
 
 

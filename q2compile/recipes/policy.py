@@ -140,7 +140,7 @@ def compiled_pattern(pattern: object) -> re.Pattern[str]:
     if pattern.startswith("!"):
         raise ConfigError(
             f"policy pattern {shown(pattern)}: negation is not supported; write the exception as a "
-            f"later pattern, the last match wins; {allowed}"
+            f"later pattern, because the last match wins; {allowed}"
         )
     if ":" in pattern or pattern.count("[") != pattern.count("]"):
         raise ConfigError(f"policy pattern {shown(pattern)}: not a glob; {allowed}")

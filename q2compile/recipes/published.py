@@ -36,8 +36,8 @@ RECIPES = {
             dgrad=f"{_EDEN} @ requantize>{_EDEN}",
             wgrad=f"{_EDEN} @ requantize>{_EDEN}",
         ),
-        # Ours: quartet2 with the best of five scales per block in fprop, where 4/6 has two. It has
-        # a tenth less of a gap (examples/pretraining/BRANCHED.md).
+        # Ours: quartet2 with the best of five scales per block in fprop, instead of two in 4/6. Its
+        # gap is a tenth smaller (examples/pretraining/BRANCHED.md).
         #   y  = Qsearch(x) Qsearch(w)ᵀ
         #   dx, dw                                   as quartet2, from these codes
         Recipe.parse(
@@ -104,7 +104,7 @@ RECIPES = {
         #   dx = Q8(dy) Q8(w)                        the same codes of w
         #   dw = Q8(dy)ᵀ Q8(x)                       the same codes of dy and x
         Recipe.parse("fp8", "fp8 @ fp8", "fp8 @ reuse>fp8", "fp8 @ reuse>fp8"),
-        # Ours: quartet2 with FP8 in fprop, which makes most of quartet2's error.
+        # Ours: quartet2 with FP8 in fprop, because fprop causes most of quartet2's error.
         #   y  = Q8(x) Q8(w)ᵀ
         #   dx, dw                                   as quartet2, from these codes
         Recipe.parse(

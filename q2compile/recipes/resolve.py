@@ -35,7 +35,7 @@ def resolve(spec: str | Mapping[str, Any], global_scale: str = "pow2") -> Recipe
     for key in spec:
         one_of("key of a recipe", key, ("recipe", "base", *GEMMS))
     if "recipe" in spec and "base" in spec:
-        raise ConfigError("a recipe takes either 'recipe' or 'base', they mean the same; got both")
+        raise ConfigError("recipe: got both 'recipe' and 'base', which mean the same; give one")
     base_name = spec.get("recipe", spec.get("base", "quartet2"))
     base = RECIPES[one_of("recipe", base_name, RECIPES)]
     with naming("recipe"):
@@ -72,7 +72,9 @@ def _changed_gemm(base: Recipe, gemm: str, change: object) -> Gemm | None:
             if not isinstance(value, str):
                 raise ConfigError(f"{gemm}.{role}.{key}: got {shown(value)}; allowed: a name")
         if old is None and "scheme" not in fields:
-            raise ConfigError(f"{gemm}.{role}: the base {base.name!r} has bf16 here: give a scheme")
+            raise ConfigError(
+                f"{gemm}.{role}: the base {base.name!r} runs this GEMM in bf16; give a scheme, too"
+            )
         operands.append(
             replace(getattr(old, operand_name), **fields) if old is not None else Operand(**fields)
         )

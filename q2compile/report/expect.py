@@ -31,12 +31,12 @@ def expect(model: nn.Module) -> None:
     """Make sure that ``model`` trains in 4 bits: the first backward raises if none of its matmuls
     has run in 4 bits when its first gradient is complete. No optimizer has stepped by then.
 
-    For trainers that compile the model themselves, or are given a compiled one: a wrong flag, a
-    call that goes around the compiled module, or a policy that matches everything leaves a training
-    that runs as usual, in high precision. Call it before the first step, on the model whose
-    parameters are trained; under ``fully_shard`` afterwards, which makes new parameters. One matmul
-    in 4 bits is enough; the option ``strict`` asks for all that the policy wants. Only parameters
-    of this very model count, whatever else is compiled in the process.
+    Use it if a trainer compiles the model. After a wrong flag, a call that bypasses the compiled
+    module, or a policy that matches everything, training would run as usual, but in high precision.
+    Call it before the first step, on the model whose parameters are trained, and after
+    ``fully_shard``, which creates new parameters. One matmul in 4 bits is enough, whereas the
+    option ``strict`` requires every matmul that the policy wants. Other models that are compiled in
+    this process do not count.
 
         q2compile.expect(model)
         trainer.train()
@@ -47,9 +47,9 @@ def expect(model: nn.Module) -> None:
     Raises:
         ConfigError, a ValueError: ``model`` is no module, or none of its parameters is trained.
         NotTakenError, a RuntimeError: in the first backward. It says whether a graph came at all,
-            and why its matmuls were left. Under FSDP1 (FullyShardedDataParallel) at once; if that
-            wraps the model later, when its first graph comes; if none comes, a line at exit says
-            so.
+            and why its matmuls were left. For a model under FSDP1 (FullyShardedDataParallel) it
+            comes at once. If FSDP1 wraps the model later, it comes with the first graph, and if
+            there is no graph, a line at exit says so.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"expect: got {shown(type(model).__name__)}; allowed: a torch.nn.Module")

@@ -22,25 +22,25 @@ class Row:
     spelling      how the model wrote it
     taken, why    whether it was rewritten, and why not; ``wanted``: whether the policy asked for it
     recipe        the recipe's name; ``pattern`` is the policy's line that chose it, "" the default
-    fprop, dgrad, wgrad   the text of each GEMM's operands (`recipes`), "bf16" where it is left
+    fprop, dgrad, wgrad   the text of each GEMM's operands (`recipes`), or "bf16"
     kernels       GEMM -> the kernels that run it on ``device`` in ``dtype``
-    saved_bytes   bytes saved for the backward by this matmul; an operand that matmuls share (x of
+    saved_bytes   bytes that this matmul saves for the backward. An operand that matmuls share (x of
                   q, k, v) counts once, for the first. None until a graph with a backward was
-                  compiled. ``saved_elements``: how many elements they stand for
-    weight        "saved" or "recomputed", and why: the codes of w between fprop and dgrad. "" where
-                  dgrad takes none, or nobody knows yet
-    gathered      where ranks gather w, by FSDP2 under `gather_codes` or in the graph: "gathers
-                  codes", or "gathers values" and why; else ""
-    flops, bytes  of the layer under its recipe; text where a size is symbolic
-    predicted     device -> {"time": over BF16's, "speed": 1 over that, "microseconds",
-                  "bf16_microseconds", and of the first of these the GPU's and the host's, of which
-                  it is the longer: "gpu_microseconds", "host_microseconds"}, by data sheet
-                  (`cost_model`); of the quantizers and GEMMs alone
+                  compiled. ``saved_elements`` is the number of elements in them
+    weight        what happens to the codes of w between fprop and dgrad: "saved" or "recomputed",
+                  and why. "" if dgrad uses none, or if that is not known yet
+    gathered      "gathers codes", or "gathers values" and why, if ranks gather w, by FSDP2 under
+                  `gather_codes` or in the graph; else ""
+    flops, bytes  those of the layer with its recipe; text if a size is symbolic
+    predicted     device -> {"time": divided by BF16's, "speed": the inverse, "microseconds",
+                  "bf16_microseconds", "gpu_microseconds", "host_microseconds"}, from data sheets
+                  (`cost_model`), for the quantizers and GEMMs only. "microseconds" is the longer of
+                  the GPU's and the host's
     graph         number of the compiled graph; None for a linear that never reached the backend
-    calls         GEMM -> op -> how often it is called for this matmul alone, before any is shared
-    scope         the module whose code holds the matmul, where it has no parameter to name it
-    measured      {"device", "microseconds", "bf16_microseconds"} where it was timed, else {}
-    training      whether its graph was compiled for training, not under no_grad
+    calls         GEMM -> op -> how often this matmul would call it if nothing were shared
+    scope         the module whose code has the matmul, if there is no parameter to name it
+    measured      {"device", "microseconds", "bf16_microseconds"} if it was timed, else {}
+    training      whether its graph was compiled for training, and not under no_grad
     served        equal modules that Dynamo runs with the same graph; they have no rows of their own
     model         a number for each model in the report
     source        [file, line, code] of the matmul in the model's source; [] where it is not known

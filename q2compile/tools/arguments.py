@@ -54,7 +54,7 @@ def report(parser: argparse.ArgumentParser) -> None:
 def compare(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Finds where a recipe's error comes from: runs a model in bf16 and in the recipe, ranks "
-        "its modules, and writes the policy that keeps the worst in bf16."
+        "its modules, and writes the policy that puts the worst into fp8 or bf16."
     )
     parser.add_argument(
         "build",
@@ -64,7 +64,10 @@ def compare(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--recipe", help="default: the recipe in Q2COMPILE_CONFIG, or quartet2")
     parser.add_argument(
-        "--budget", type=float, default=0.1, help="largest share to put back into bf16; default 0.1"
+        "--budget",
+        type=float,
+        default=0.1,
+        help="largest share to put back into fp8 or bf16; default %(default)s",
     )
     parser.add_argument(
         "--of",
@@ -91,8 +94,8 @@ def compare(parser: argparse.ArgumentParser) -> None:
 
 def export(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Writes a trained checkpoint for inference: the layers that the policy quantizes as the "
-        "codes of their forward, all other tensors unchanged."
+        "Writes a checkpoint for inference. The layers that the policy quantizes are written as "
+        "the codes of their forward, and all other tensors unchanged."
     )
     parser.epilog = (
         "The options of training decide which layers are quantized, and how: --options, "
@@ -129,7 +132,8 @@ def export(parser: argparse.ArgumentParser) -> None:
         "--inexact",
         choices=("raise", "leave"),
         default="raise",
-        help="for layers whose codes the format can't hold exactly; default %(default)s",
+        help="what to do with layers whose codes the format can't hold exactly: raise an error, or "
+        "leave them in high precision; default %(default)s",
     )
 
 
@@ -153,8 +157,7 @@ def explain(parser: argparse.ArgumentParser) -> None:
         "build",
         metavar="FILE.py:FUNCTION",
         help="or package.module:FUNCTION; called without arguments it returns (model, batches): a "
-        "model, which may be on the device 'meta', and batches, the first of which it is called "
-        "with",
+        "model, which may be on the device 'meta', and batches, the first of which is its input",
     )
     _options_of_training(parser)
     parser.add_argument(
@@ -187,7 +190,7 @@ def bench(parser: argparse.ArgumentParser) -> None:
         help="stop a group after this time; default %(default).0f",
     )
     parser.add_argument(
-        "--no-remember", action="store_true", help="no effect; old commands still run"
+        "--no-remember", action="store_true", help="ignored, so that old commands still run"
     )
     parser.add_argument("--read", type=Path, metavar="FILE", help="print a report and its faults")
 
@@ -198,7 +201,7 @@ def recipes(parser: argparse.ArgumentParser) -> None:
         "--global-scale",
         choices=("pow2", "exact"),
         default="pow2",
-        help="kind of global scale, as the option global_scale; default %(default)s",
+        help="the value of the option global_scale; default %(default)s",
     )
 
 
@@ -213,6 +216,11 @@ def doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument(
         "--recheck", action="store_true", help="check only the kernels that are rejected so far"
+    )
+    parser.add_argument(
+        "--sweep",
+        action="store_true",
+        help="check only the GEMMs of a GPU, with 1 to 4096 rows; takes a minute",
     )
     parser.add_argument(
         "--clear-cache",

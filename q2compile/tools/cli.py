@@ -19,7 +19,7 @@ from q2compile.tools import arguments
 COMMANDS = {
     "report": (
         "q2compile.tools.page.command",
-        "make one HTML page of a dump or telemetry folder",
+        "make one HTML page of a run",
         arguments.report,
     ),
     "explain": (

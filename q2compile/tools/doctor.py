@@ -3,6 +3,7 @@
 
     q2compile doctor [--verbose] [--no-check] [--json]
     q2compile doctor --recheck
+    q2compile doctor --sweep
     q2compile doctor --clear-cache
 
 The self-check runs every kernel that serves the device, and the Inductor kernels of quantizers, on
@@ -10,7 +11,8 @@ small tiles. It compares results with the torch reference on the CPU: quantizers
 on a GPU to the rounding of the result. Every check runs anew. Those of a GPU run in a process of
 their own with a time limit, and their results are kept for training. The exit status is 1 when a
 kernel is rejected. With --recheck only the kernels that are rejected so far are checked; what is
-not on the list, such as a large GEMM, is checked before its next use.
+not on the list, such as a large GEMM, is checked before its next use. With --sweep only GEMMs are
+checked, at counts of rows from 1 to 4096: a kernel may be wrong at a single one.
 
 The first line is the result. Kernels that passed are lines only with --verbose. The kernel that is
 being checked is shown on a terminal, so that a check that hangs has a name."""
@@ -23,6 +25,7 @@ import time
 import warnings
 from argparse import Namespace
 from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -44,6 +47,7 @@ from q2compile.tools.kernel_rows import (
     checked_rows,
     device_rows,
     rejected_rows,
+    sweep_rows,
 )
 
 _STATED = (PASSED, SERVES, REJECTED)
@@ -55,13 +59,17 @@ def run(options: Namespace) -> int:
     if options.clear_cache:
         print(f"cache     {clear_cache(cache_dir())}")
         return 0
+    if options.sweep and not torch.cuda.is_available():
+        print("q2compile doctor: --sweep checks GEMMs of a GPU; torch finds none", file=sys.stderr)
+        return 2
     disable_named_kernels(Config())  # raises for names in the environment that no kernel has
     lines: list[str] = []
     report: dict[str, Any] = {"versions": _versions(lines), "cache": _cache(lines), "devices": []}
     start = time.perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KernelWarning)  # the report says it
-        rows = {device: _rows(device) for device in _devices()}
+        of = sweep_rows if options.sweep else device_rows
+        rows = {device: _rows(device, of) for device in _devices()}
         if options.recheck:
             rows = {device: rejected_rows(of_device) for device, of_device in rows.items()}
             report["recheck"] = check_results.forget_rejections()
@@ -87,7 +95,7 @@ def _result(states: Counter[str], seconds: float) -> str:
     elif states[SERVES]:
         what = f"{states[SERVES]} kernels serve this machine; they were not checked"
     else:
-        what = "no kernel serves this machine; all runs as its torch reference"
+        what = "no kernel serves this machine; every op runs as its torch reference"
     others = {state: count for state, count in states.items() if state not in _STATED}
     return "; ".join([f"result    {what}", *(f"{n} are {state}" for state, n in others.items())])
 
@@ -132,9 +140,11 @@ def _devices() -> list[torch.device]:
     return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
 
 
-def _rows(device: torch.device) -> list[KernelRow]:
+def _rows(
+    device: torch.device, of: Callable[[torch.device], Iterable[KernelRow]]
+) -> list[KernelRow]:
     missing = device.type == "cpu" and build.why_missing()
-    return [] if missing else list(device_rows(device))
+    return [] if missing else list(of(device))
 
 
 def _cpu(

@@ -48,11 +48,11 @@ def explain(
 
     options: as for ``torch.compile(model, backend="quartet2", options=...)``.
 
-    The report prints as a table, with one row per matmul: module, shape, the recipe of each GEMM,
-    taken or not and why, and what is saved for backward (when the call runs with gradients
-    enabled). Linears that the forward did not bring to the backend are rows too. Raises what the
-    backend raises. Buffers, gradients, training flags and torch's random state are restored
-    afterwards; a function that steps an optimizer steps it.
+    The report prints as a table with one row per matmul: module, shape, the recipe of each GEMM,
+    whether it is taken and why not, and what is saved for the backward (if gradients are enabled).
+    Linears that never reached the backend have rows, too. Errors of the backend are raised.
+    Buffers, attributes, gradients, training flags and torch's random state are restored
+    afterwards. If ``model`` is a function that steps an optimizer, the optimizer steps.
     """
     is_model = isinstance(model, torch.nn.Module)
     original = original_module(model) if is_model else None

@@ -17,18 +17,20 @@ from q2compile.runtime_kernels.cuda import checks, selfcheck
 from q2compile.runtime_kernels.cuda.checked_cases import (
     CASES,
     FORMS_OF,
+    SWEEP,
     arguments_of,
     checked_of,
     op_of,
 )
-from q2compile.runtime_kernels.cuda.jit.launch import multiplies_codes, unsupported
+from q2compile.runtime_kernels.cuda.gemm.operands import operand_forms
+from q2compile.runtime_kernels.cuda.jit.launch import unsupported
 from q2compile.runtime_kernels.cuda.quantize import grouped_check
 from q2compile.runtime_kernels.cuda.quantize.grouped_check import Group
 from q2compile.runtime_kernels.cuda.quantize.groups_of_recipes import groups_of_recipes
-from q2compile.runtime_kernels.kernel_states import REJECTED, lines_of, state_of
-from q2compile.runtime_kernels.ops.table import QUANTIZE, QuantizerVariant, rowwise_call
+from q2compile.runtime_kernels.kernel_states import REJECTED, awaited_in, lines_of, state_of
+from q2compile.runtime_kernels.numerics.schemes import SWIZZLED
+from q2compile.runtime_kernels.ops.table import GEMM, QUANTIZE, QuantizerVariant, rowwise_call
 from q2compile.runtime_kernels.registry import (
-    CUDA,
     GROUPED,
     INDUCTOR,
     REFERENCE,
@@ -60,7 +62,6 @@ class KernelRow:
     milliseconds: int | None = None
     traceback: list[str] = field(default_factory=list, repr=False)
     asks: Any = field(default=None, repr=False)  # each: None, or the reason why it does not run
-    begins: Any = field(default=None, repr=False)  # has its check run ahead
 
     @property
     def name(self) -> str:
@@ -114,8 +115,12 @@ def checked_rows(
             if row.state == PASSED:
                 row.state = SERVES
     with checks.answering(checks.Mode(stored=False)) if check else nullcontext():
-        for begin in [b for row in rows if check and row.state == SERVES for b in row.begins]:
-            begin()
+        serving = [row for row in rows if check and row.state == SERVES]
+        with awaited_in({}):
+            for row in serving:
+                row.ask()
+        for row in serving:
+            row.state = SERVES
         for row in rows:
             announce(row)
             if check and row.state == SERVES:
@@ -150,7 +155,6 @@ def inductor_rows(device: torch.device) -> Iterator[KernelRow]:
         yield KernelRow(
             *(QUANTIZE, INDUCTOR, f"Inductor kernel of {QUANTIZE}", scheme),
             asks=[partial(inductor_selfcheck.rejection, device, rowwise_call(scheme))],
-            begins=[partial(inductor_selfcheck.begin, device, scheme)],
         )
 
 
@@ -160,15 +164,30 @@ def group_rows(device: torch.device) -> Iterator[KernelRow]:
     def ask(group: Group) -> str | None:
         return unsupported(device.index) or grouped_check.rejection(group, device)
 
-    for group in groups_of_recipes(multiplies_codes(device.index)):
+    for group in groups_of_recipes(operand_forms(torch.cuda.get_device_capability(device))):
         counts = Counter(str(of) for of, _ in group.calls)
         of = " + ".join(f"{n} {name}" if n > 1 else name for name, n in counts.items())
         schemes = " + ".join(dict.fromkeys(scheme for _, scheme in group.calls))
         yield KernelRow(
             *(op_of(group.calls[0][0]), GROUPED, of, schemes),
             asks=[partial(ask, group)],
-            begins=[partial(grouped_check.begin, group, device)],
         )
+
+
+def sweep_rows(device: torch.device) -> Iterator[KernelRow]:
+    """The GEMMs of a GPU, over counts of rows. A kernel may be wrong at a single one."""
+    swizzled = operand_forms(torch.cuda.get_device_capability(device))["nvfp4"] == SWIZZLED
+
+    def ask(kernel: Kernel, scheme: str, rows: int) -> str | None:
+        form = torch.bfloat16, None, swizzled, rows
+        return kernel_row(kernel, device, GEMM, scheme).asks[0]() or selfcheck.rejection(
+            GEMM, kernel.name, device.index, scheme, form
+        )
+
+    for kernel in (k for k in kernels(GEMM) if k.device_type == device.type):
+        for of, scheme in checked_of(GEMM):
+            asks = [partial(ask, kernel, scheme, rows) for rows in SWEEP]
+            yield KernelRow(GEMM, kernel.name, f"{of} of {len(SWEEP)} sizes", scheme, asks=asks)
 
 
 def kernel_row(
@@ -179,15 +198,6 @@ def kernel_row(
     forms = FORMS_OF.get(op, ())
     calls = [next(CASES[op](scheme, (f,))).arguments for f in forms] or [arguments_of(of, scheme)]
 
-    def ask(arguments: tuple) -> str | None:
-        on_device = [a.to(device) if isinstance(a, torch.Tensor) else a for a in arguments]
-        return kernel.why_not(*on_device)
-
-    begins: list[Callable[[], None]] = []
-    if kernel.name == CUDA and kernel.launching is not None and not forms:
-        begins = [partial(selfcheck.begin, of, device.index, scheme)]
-    for form in forms if device.type == "cuda" else ():
-        what = op, kernel.name, device.index, scheme, form
-        begins.append(partial(selfcheck.begin_gemm, *what))
-    asks = [partial(ask, arguments) for arguments in calls]
-    return KernelRow(op, kernel.name, str(of), scheme, asks=asks, begins=begins)
+    fakes = [selfcheck.fakes_on(device, arguments) for arguments in calls]
+    asks = [partial(kernel.why_not, *arguments) for arguments in fakes]
+    return KernelRow(op, kernel.name, str(of), scheme, asks=asks)

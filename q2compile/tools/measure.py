@@ -48,8 +48,8 @@ def _device(name: str) -> torch.device:
     here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if name not in ("cpu", here.type if here else "cpu"):
         raise ConfigError(
-            f"--measure: these matmuls were compiled for {name!r}, which this machine lacks; make "
-            "the report where it is, or leave --measure out"
+            f"--measure: these matmuls were compiled for {name!r}, which this machine lacks; run "
+            "the command on a machine that has it, or leave out --measure"
         )
     return torch.device(name)
 

@@ -19,7 +19,7 @@ Packing, for x seen as a matrix [M, K], quantized along K, with Kp = K rounded u
     mask          QuEST only: uint8 [M, Kp/8], bit k % 8 of byte k/8 is 1 where element k did not
                   clip
 
-Blackwell's GEMMs want the scales in another order: `swizzle_32x4x4` makes it, nothing else does.
+Blackwell's GEMMs read the scales in another order, to which only `swizzle_32x4x4` converts them.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class QuantizedTensor:
     """A tensor in 4 or 8 bits. See the module's text for the layout of codes, scales and mask.
 
     scheme, transform: names in SCHEMES and TRANSFORMS.
-    shape: of the tensor that was quantized.
-    transpose: codes are along the first dimension of that matrix instead of the last.
-    seed: int64 0-dim, of the signs and random bits; None where nothing was drawn.
+    shape: the shape of the tensor that was quantized.
+    transpose: whether blocks are along the first dimension of the matrix instead of the last.
+    seed: the seed of signs and random bits, int64 0-dim; None if nothing was drawn.
     """
 
     codes: Tensor
@@ -73,12 +73,12 @@ class QuantizedTensor:
         return sum(t.nbytes for t in parts if t is not None)
 
     def dequantize(self, dtype: torch.dtype = torch.float32, *, rotate_back: bool = True) -> Tensor:
-        """The values of the codes.
+        """Return the values of the codes.
 
         Args:
-            dtype: of the result; computed in fp32 and rounded once.
-            rotate_back: undo the transform, for an estimate of the original tensor. False gives the
-                rotated matrix as a GEMM sees it: [M, Kp], padding and all.
+            dtype: the dtype of the result, which is computed in fp32 and rounded once.
+            rotate_back: undo the transform, to estimate the original tensor. False returns the
+                rotated matrix as a GEMM reads it: [M, Kp], with the padding.
         """
         width = SCHEMES[self.scheme].packed * self.codes.shape[1]
         values = torch.ops.q2.dequantize(
@@ -109,23 +109,24 @@ def quantize(
     """Round a tensor to a 4-bit format or to FP8. Not differentiable.
 
     Args:
-        x: float32, bfloat16 or float16, one dimension or more, any strides, any device. Leading
-            dimensions are rows; blocks are along the last.
+        x: a tensor of float32, bfloat16 or float16 with at least one dimension, of any strides and
+            on any device. Leading dimensions are rows, and blocks are along the last one.
         scheme: a name in SCHEMES: "nvfp4", "nvfp4_16x16", "nvfp4_46", "nvfp4_sr", "nvfp4_ms_eden",
             "mxfp4_rtn", "mxfp4_sr", "mxfp4_quest", and more; "<name>_pow2" has a power of two as
             its global scale.
         transform: a name in TRANSFORMS, applied along the same dimension before rounding.
-        transpose: blocks are along the first dimension of a matrix, and rows are its columns.
-        seed: of the signs and random bits, where any are drawn: an int of 64 bits, or an int64
-            scalar on x's device. By default one is drawn from the default generator of x's device.
-        stream: tells apart tensors that share a seed: equal signs, different random bits.
-        amax: float32 scalar to use as max |x|, for schemes with an exact global scale (tensors
-            that share a scale). By default it is measured.
+        transpose: quantize a matrix along its first dimension, as its transpose.
+        seed: the seed of signs and random bits, if any are drawn: an int of 64 bits, or an int64
+            scalar on x's device. By default it is drawn from the default generator of x's device.
+        stream: a number for each of several tensors that share a seed. They get the same signs and
+            different random bits.
+        amax: a float32 scalar to use as max |x|, for tensors that share an exact global scale. By
+            default it is measured.
 
     Raises:
-        ValueError: unknown scheme or transform (with the nearest name); x of another dtype or of no
-            dimension; transpose of other than a matrix; an illegal combination, such as a rotation
-            with 16x16 blocks; a seed that is not 64 bits.
+        ValueError: the scheme or transform is unknown (the nearest name is offered); x has another
+            dtype or no dimension; transpose is set for a tensor that is no matrix; a combination is
+            not allowed, such as a rotation with 16x16 blocks; the seed does not fit into 64 bits.
     """
     if scheme not in SCHEMES:  # the ops know more names, of operands in the form that a GEMM reads
         raise unknown_scheme(scheme)

@@ -29,14 +29,14 @@ _SIGNS = {"none": "no signs", "seed": "signs drawn in each step", "fixed": "one 
 
 def run(options: Namespace) -> int:
     """Prints recipes, schemes and transforms. Returns the exit status."""
-    print("recipes: the option recipe, and what stands beside a pattern in a policy")
+    print("recipes: for the option recipe, and for a pattern of a policy")
     for name in RECIPES:
         print(f"\n  {name:{max(map(len, RECIPES))}}  {PAPERS[name]}")
         texts = zip(GEMMS, resolve(name, options.global_scale).texts(), strict=True)
         for gemm, text in texts:
             print(f"    {gemm}  {text}")
-    print("\nschemes: how an operand is rounded; in recipes of your own, and q2compile.quantize")
-    print("  global_scale='pow2' takes the scheme with _pow2 at its end\n")
+    print("\nschemes: how an operand is rounded, for recipes of your own and q2compile.quantize")
+    print("  with global_scale='pow2', the scheme whose name ends in _pow2 is used\n")
     print(_table(map(_scheme, SCHEMES.values())))
     print("\ntransforms: how an operand is rotated before it is rounded\n")
     print(_table(map(_transform, TRANSFORMS.values())))

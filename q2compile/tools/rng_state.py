@@ -18,7 +18,7 @@ def get_rng_state() -> dict[str, dict[int, int]]:
     """Return how many seeds were drawn under the option ``seed``: {device: {seed: count}}. With it
     in a checkpoint, `set_rng_state` continues with the random bits that would have come next.
 
-    Waits for the devices. Empty if no graph was compiled with that option.
+    The call waits for the devices. The result is empty if no graph was compiled with that option.
     """
     state: dict[str, dict[int, int]] = {}
     for (key, device), of_key in counters().items():
@@ -30,10 +30,10 @@ def get_rng_state() -> dict[str, dict[int, int]]:
 def set_rng_state(state: Mapping[str, Mapping[int, int]]) -> None:
     """Continue from what `get_rng_state` returned. Call it before or after the model is compiled.
 
-    The state of a single CUDA device goes to the current one: a rank may restore what another saved
-    on a GPU of another number. Counters that the state does not name begin again.
+    The state of a single CUDA device is restored on the current one, so a rank may restore what
+    was saved on a GPU with another number. Counters that the state does not name start at 0.
 
-    Raises ConfigError, a ValueError, if it is no such state, or names a device that is missing.
+    Raises ConfigError, a ValueError, if ``state`` is not such a mapping, or names a missing device.
     """
     try:
         wanted = {

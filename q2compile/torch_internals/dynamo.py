@@ -370,6 +370,21 @@ def copied(gm: fx.GraphModule | None, graph: fx.Graph | None = None) -> fx.Graph
     return new
 
 
+def kept(gm: fx.GraphModule) -> Callable[[], fx.GraphModule]:
+    """A function that makes copies of ``gm`` as it is now. Their code, which costs more than the
+    graphs, is made then."""
+    graph = copy.deepcopy(gm.graph)
+    children = {n: kept(c) for n, c in gm.named_children() if isinstance(c, fx.GraphModule)}
+
+    def made() -> fx.GraphModule:
+        new = copied(gm, copy.deepcopy(graph))
+        for name, child in children.items():
+            setattr(new, name, child())
+        return new
+
+    return made
+
+
 def called_graphs(gm: fx.GraphModule) -> list[fx.GraphModule]:
     """The graphs that higher-order ops call inside of ``gm``, at any depth, each once, those that
     are called before those that call them, as Inductor walks them; ``gm`` itself comes last.

@@ -12,6 +12,7 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from q2compile.errors import BackendError, ConfigError, one_of, shown
+from q2compile.torch_internals.dynamo import kept
 
 
 def check_inductor_option(key: object, value: object) -> None:
@@ -87,6 +88,7 @@ def inductor_compile(
     settings: Mapping[str, Any],
     on_output_code: Callable[[fx.GraphModule, str], None] | None = None,
     within: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    on_end: Callable[[fx.GraphModule, bool], None] = lambda graph, again: None,
 ) -> Callable[..., Any]:
     """Inductor's compile_fx under ``settings``, never touching its global config.
 
@@ -95,18 +97,32 @@ def inductor_compile(
     within: entered while Inductor works on this graph: now, and again when it compiles the backward
         in its first call, long after this function has returned and maybe in another thread. Both
         go through inner_compile, around which compile_fx itself puts its config for that reason.
+        If what it yields is not empty at the end, the graph is compiled again.
+    on_end: called with each graph, and whether it is compiled again.
     """
+    from torch._guards import TracingContext
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.exc import InductorError
 
     def inner(graph: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
-        try:
-            with within():
-                code = compile_fx_inner(graph, inputs, **kwargs)
-        except InductorError as error:  # with the cache off Inductor wraps what a pass raises
-            if isinstance(error.inner_exception, BackendError):
-                raise error.inner_exception from error.inner_exception.__cause__
-            raise
+        as_it_came, rejected = kept(graph), None
+        while True:
+            try:
+                with within() as rejected:
+                    code = compile_fx_inner(graph, inputs, **kwargs)
+            except Exception as error:
+                # With the cache off Inductor wraps what a pass raises.
+                own = error.inner_exception if isinstance(error, InductorError) else None
+                if isinstance(own, BackendError):
+                    raise own from own.__cause__
+                if not rejected:
+                    raise
+            on_end(graph, bool(rejected))
+            if not rejected:
+                break
+            graph = as_it_came()
+            if (context := TracingContext.try_get()) and context.output_strides:
+                context.output_strides.clear()  # of the code that is not used
         if on_output_code is not None:
             on_output_code(graph, getattr(code, "source_code", ""))
         return code
@@ -162,8 +178,8 @@ def pass_in_slot(slot: str = PASS_SLOT) -> Any:
     if isinstance(current, list | tuple):
         if len(current) > 1:
             raise ConfigError(
-                f"torch._inductor.config.{slot} holds {len(current)} passes; one can run "
-                "before q2compile's: combine them into one CustomGraphPass"
+                f"torch._inductor.config.{slot} holds {len(current)} passes, and only one can run "
+                "before q2compile's; combine them into one CustomGraphPass"
             )
         current = current[0] if current else None
     return current

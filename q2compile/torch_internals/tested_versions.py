@@ -30,9 +30,9 @@ def _warn_if_untested(version: str) -> None:
         return
     warnings.warn(
         f"q2compile was tested with torch {TESTED[0]} to {TESTED[1]}, and this is {version}. It "
-        f"runs nevertheless. Please report differences from {TESTED[1]}: a matmul that "
-        "q2compile.explain(...) does not list or does not take, an error (it names a file that "
-        "reproduces it), another loss; add the output of `q2compile doctor`.",
+        f"runs nevertheless. Please report what differs from {TESTED[1]}: a matmul that "
+        "q2compile.explain(...) does not list or does not take, an error (which names a file that "
+        "reproduces it), or another loss. Add the output of `q2compile doctor`.",
         UntestedTorchWarning,
         stacklevel=3,
     )

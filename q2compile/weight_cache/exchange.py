@@ -15,7 +15,7 @@ of one forward is looked at in the next, so that the host does not wait for the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,8 +24,9 @@ from torch import Tensor
 
 from q2compile.errors import ConfigError
 from q2compile.weight_cache import shard_codes
+from q2compile.weight_cache.eager_readers import ReaderExchange
 from q2compile.weight_cache.shard_batch import Graphs, ShardBatch
-from q2compile.weight_cache.sharded_weight import UNREAD, RequestedCodes, ShardedWeight
+from q2compile.weight_cache.sharded_weight import UNREAD, VALUES, RequestedCodes, ShardedWeight
 
 _LEAST = -(2**31)
 
@@ -45,10 +46,13 @@ class Votes:
         self._agreed: list[RequestedCodes | None] = []  # of which there are batches
         self._batches: list[ShardBatch] = []
         self._graphs: Graphs = {}
+        self._readers = ReaderExchange(weights[0].record.device, (group, *others))
+        self._were_read = [False] * len(weights)  # by eager code of any of the ranks
 
     def begin(self) -> None:
         """Agree at the start of each forward, and quantize the shards of what is agreed on."""
         self._adopt()
+        self._exchange_readers()
         votes = []
         for weight in self.weights:
             n = weight.number
@@ -65,6 +69,19 @@ class Votes:
         of_batch = iter(agreed)
         for batch in self._batches:
             batch.quantize(counted[:0] if batch.is_local else next(of_batch))
+
+    def _by_weight(
+        self, counts: list[list[int]]
+    ) -> Iterator[tuple[ShardedWeight, bool, list[int]]]:
+        return zip(self.weights, self._were_read, counts, strict=True)
+
+    def _exchange_readers(self) -> None:
+        """Gather the values, too, of weights that eager code of any of the ranks may read."""
+        found = self._readers.any_of([weight.has_readers for weight in self.weights])
+        for i, weight in enumerate(self.weights):
+            if found[i]:
+                self._were_read[i] = True
+                weight.bring_values()
 
     def _batch(self) -> None:
         """Sort the weights whose codes are agreed on by what FSDP2 gathers at once."""
@@ -90,16 +107,17 @@ class Votes:
         if self._event is not None:
             self._event.synchronize()
         counts = self._counted.view(-1, 3).tolist()
-        differ = [
-            w
-            for w, (most, least, unread) in zip(self.weights, counts, strict=True)
-            if most != UNREAD and most != -least
-        ]
+        differ = []
+        for weight, was_read, (most, least, _) in self._by_weight(counts):
+            # Dynamo has compiled a hook of one rank: that graph reads values.
+            is_allowed = was_read and -least == VALUES
+            if most != UNREAD and most != -least and not is_allowed:
+                differ.append(weight)
         if differ:
             raise ConfigError(_differ(differ))
-        for weight, (most, _, unread) in zip(self.weights, counts, strict=True):
+        for weight, _, (most, least, unread) in self._by_weight(counts):
             if most != UNREAD and not unread:
-                weight.adopt(most)
+                weight.adopt(-least)
         agreed = [weight.agreed for weight in self.weights]
         if agreed != self._agreed:
             self._agreed = agreed

@@ -30,6 +30,7 @@ from q2compile.capture.module_tree import named_modules, under
 from q2compile.errors import ConfigError
 from q2compile.torch_internals import fsdp
 from q2compile.torch_internals.dynamo import is_compiled_by, skip_frames_of, skips_forward_of
+from q2compile.weight_cache.eager_readers import EagerReaders
 from q2compile.weight_cache.exchange import Votes
 from q2compile.weight_cache.sharded_weight import ShardedWeight, add
 
@@ -61,6 +62,7 @@ class Gatherer:
     def __init__(self, name: str, root: nn.Module) -> None:
         self.weights = _weights_of(name, root)
         self.others: set[bool] = set()
+        self._readers = EagerReaders(root)
         by_groups: dict[Any, list[ShardedWeight]] = {}
         for weight in self.weights:
             if not weight.why:
@@ -112,8 +114,11 @@ class Gatherer:
     def _begin(self, *_: Any) -> None:
         self._forwards += 1
         self._register_again()
+        found = self._readers.find()
         for weight in self.weights:
             weight.begin_forward()
+            is_kept = fsdp.is_kept(weight.group)
+            weight.has_readers = self._readers.may_read(found, weight.home, is_kept)
         if self._forwards > 1:  # graphs are compiled in the first
             self.agree()
             for votes in self._votes:
@@ -204,7 +209,7 @@ def _weights_of(name: str, root: nn.Module) -> list[ShardedWeight]:
                     continue
                 inner = names.get(id(record.sharded_param), fsdp.names_of(record)[0])
                 full = plain_name(under(under(name, path), inner))
-                weights.append(ShardedWeight(full, record, group))
+                weights.append(ShardedWeight(full, module, record, group))
                 add(weights[-1])
     return weights
 

@@ -59,8 +59,8 @@ def take_codes(
     for _, module in () if root is None else named_modules(root):
         if isinstance(module, FSDPModule | FullyShardedDataParallel):
             raise ConfigError(
-                "cache_weights: FSDP gathers weights without a trace in their version counters, so "
-                "a change can't be seen; leave the option out"
+                "cache_weights can't be used under FSDP, which rewrites the gathered weights in "
+                "every step without changing their version counters; leave out the option"
             )
     if root is None and torch.distributed.is_initialized():
         return gm, example_inputs, []  # what holds these weights, FSDP or not, is not known

@@ -24,10 +24,10 @@ Compile = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 # A rank's last read of a weight, if it did not read codes.
 UNREAD, VALUES = 0, 1
 _WITHHELD = (
-    "gather_codes: {name!r} was read in the middle of a forward or a backward by code that is not "
-    "compiled, where only its codes are gathered. Read its values before the forward "
-    "(parameter.full_tensor()), or compile the code that reads it with backend='quartet2', for "
-    "which the values are gathered, too"
+    "gather_codes: {name!r} was read in the middle of a forward or a backward, where only its "
+    "codes are gathered: by code that is not compiled, and in no hook that was registered when the "
+    "forward began. Read it in such a hook of a module, or before the forward "
+    "(parameter.full_tensor()), or compile the code that reads it with backend='quartet2'"
 )
 
 
@@ -59,19 +59,22 @@ class ShardedWeight:
     """The gathering of one parameter, and the input of its graph.
 
     name     in the model that `gather_codes` was called with
+    home     the module under fully_shard that it is gathered for
     why      why its values are always gathered; else ""
     wanted   the codes that the last graph took; None if it took the values
     read     whether a graph has read it since `gather_codes`
     agreed   the codes that all ranks take, gathered from now on; None for values
+    has_readers  whether `eager_readers` may read it in this forward or its backward
     withheld the error of code that reads it where only its codes are gathered
     """
 
-    def __init__(self, name: str, record: Any, group: Any) -> None:
-        self.name, self.why = name, fsdp.why_values(record, group)
+    def __init__(self, name: str, home: nn.Module, record: Any, group: Any) -> None:
+        self.name, self.home, self.why = name, home, fsdp.why_values(record, group)
         self.record, self.group = record, group
         self.wanted: RequestedCodes | None = None
         self.read = False
         self.agreed: RequestedCodes | None = None
+        self.has_readers = False
         self.withheld = _WITHHELD.format(name=name)
         self._wire = fsdp.Wire(record, self._before_gather, self.withheld)
         self._sent: list[Tensor] = []  # this rank's codes, of the last forward
@@ -106,6 +109,10 @@ class ShardedWeight:
             self._wire.attach()
         self._runs = True
         self._values_too = fsdp.wants_values() or torch.is_grad_enabled() in self.others
+
+    def bring_values(self) -> None:
+        """Gather the values, too, in this forward and its backward."""
+        self.has_readers = self._values_too = True
 
     def send(self, codes: list[Tensor], global_scale: Tensor) -> None:
         """Send these in this forward and its backward. codes: of `shard_codes.of_shard`."""
@@ -206,9 +213,11 @@ class ShardedWeight:
 
     def read_values(self) -> None:
         """Called when something is about to read the gathered parameter itself. Without gradients
-        that says nothing of the steps: codes are gathered on, and the values besides."""
-        if torch.is_grad_enabled() or not self.read:
-            self.wanted, self.read = None, True
+        that says nothing of the steps: codes are gathered on, and the values besides; and so for
+        `eager_readers`, one of which Dynamo may have compiled."""
+        if (torch.is_grad_enabled() or not self.read) and not self.has_readers:
+            self.wanted = None
+        self.read = True
         self._note_place()
         self._values_too = True
         self.gather_values()

@@ -33,7 +33,7 @@ import torch
 
 from q2compile.runtime_kernels.cache_folder import cache_dir
 from q2compile.runtime_kernels.cuda.versions import versions
-from q2compile.runtime_kernels.kernel_states import Result, rejected
+from q2compile.runtime_kernels.kernel_states import KNOWN, Result, rejected
 
 LOG = logging.getLogger("q2compile")
 Check = tuple  # an op, the kernel's name, the device, and with what
@@ -50,8 +50,9 @@ _PROCESSES = Path("/proc")
 class Request(NamedTuple):
     """A self-check.
 
-    module: has the function `disagreement`, which is called with `arguments` and returns None, or
-        how the kernel's results differ from the reference's.
+    module: has two functions, which are called with `arguments`. `disagreement` returns None, or
+        how the kernel's results differ from the reference's. `compiling` returns the threads that
+        compile what that launches.
     sources: folders of the kernel's sources, besides runtime_kernels.
     """
 
@@ -124,6 +125,21 @@ def is_struck(request: Request) -> bool:
     return "strike" in _read(request)
 
 
+def rejections() -> tuple[str, ...]:
+    """Names of the stored rejections, which are part of the keys of Inductor's caches."""
+    folder = cache_dir()
+    with suppress(OSError):
+        return _rejections(folder, folder.stat().st_mtime_ns, len(KNOWN.checks))
+    return ()
+
+
+@functools.lru_cache(1)
+def _rejections(folder: Path, changed: int, known: int) -> tuple[str, ...]:
+    """changed, known: differ whenever a result was stored."""
+    paths = sorted(folder.glob("*.checked"))
+    return tuple(path.stem for path in paths if _read_file(path).get("reason"))
+
+
 def forget_rejections() -> list[str]:
     """Deletes the rejections and strikes that are stored, so that these kernels are checked again.
     Returns what each was of, in words."""
@@ -133,6 +149,7 @@ def forget_rejections() -> list[str]:
         if known.get("reason") or "strike" in known:
             words.append(f"{known.get('what')}: {known.get('reason') or known.get('strike')}")
             path.unlink(missing_ok=True)
+    _rejections.cache_clear()
     return words
 
 

@@ -33,10 +33,15 @@ _ENDS = (3, 140, 140, 180)
 GEMM_ERROR = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10, torch.float32: 2.0**-10}
 
 # Ops for which only the format of a scheme counts.
-BY_FORMAT = ("dequantize", "gemm", "gemm_masked_unrotate", "grouped_gemm", "grouped_mm")
+BY_FORMAT = (
+    *("dequantize", "gemm", "gemm_masked_unrotate", "grouped_gemm", "grouped_mm", "to_e4m3"),
+)
 
-# The form of a GEMM: dtypes of its result and its bias, and whether scales are swizzled.
-Form = tuple[torch.dtype, torch.dtype | None, bool]
+# The form of a GEMM: dtypes of its result and its bias, and whether scales are swizzled; in a sweep
+# also how many rows its result has.
+Form = tuple[torch.dtype, torch.dtype | None, bool] | tuple[torch.dtype, None, bool, int]
+# Counts of rows at which kernels take other paths: `q2compile doctor --sweep`.
+SWEEP = (1, 15, 16, 17, 127, 128, 129, 1000, 2048, 3072, 4096, *range(64, 2048, 128))
 FORMS: tuple[Form, ...] = tuple(
     (dtype, bias, swizzled)
     for dtype in GEMM_ERROR
@@ -63,6 +68,7 @@ RESULTS = {
     "padded_ends": ("ends",),
     "signs": ("signs",),
     "split_scales": ("scales", "global scale"),
+    "to_e4m3": ("elements", "scale"),
     "transpose": ("codes", "scales"),
 }
 
@@ -210,7 +216,7 @@ def _gemm(
     quantized: Callable[..., tuple] = _quantized,
     width: int = _WIDTH,
 ) -> tuple:
-    dtype, bias_dtype, swizzled = form
+    dtype, bias_dtype, swizzled, *_ = form
     name = scheme.removesuffix(SWIZZLED) + (SWIZZLED if swizzled else "")
     bias = None if bias_dtype is None else 4 * _matrix(_COLUMNS)[:, 0].to(bias_dtype)
     operands = (*quantized(name, rows, width), *quantized(name, _COLUMNS, width))
@@ -225,7 +231,7 @@ def _gemm_masked_unrotate(
     width: int = _WIDTH,
 ) -> tuple:
     """Arguments whose mask keeps about half of the elements, so that a mask not applied shows."""
-    dtype, _, swizzled = form
+    dtype, _, swizzled, *_ = form
     name = scheme.removesuffix(SWIZZLED) + (SWIZZLED if swizzled else "")
     mask = pack_bits(_matrix(rows, _PADDED) > 0)
     operands = (*quantized(name, rows, width), *quantized(name, _PADDED, width))
@@ -284,6 +290,7 @@ _ARGUMENTS: dict[str, Callable[..., tuple]] = {
     "padded_ends": lambda s, t: (_ends(t),),
     "signs": lambda s, t: (_seed(), "rht128"),
     "split_scales": lambda s, t: (_matrix(t).float().abs(), s),
+    "to_e4m3": lambda s, t: (*_quantized(s, t), s),
     "transpose": lambda s, t: (*_quantized(s, t)[:2], s, _WIDTH, True),
     "gemm": _gemm,
     "gemm_masked_unrotate": _gemm_masked_unrotate,
@@ -315,10 +322,19 @@ def _masked_unrotate_cases(scheme: str) -> Iterator[tuple]:
         yield grad.to(dtype), *rest
 
 
+def _of_far_blocks(scheme: str) -> tuple:
+    """An operand whose blocks lie up to 2^17 below the largest."""
+    codes, scales, global_scale = _quantized(scheme, ROWS[0])
+    bits = torch.arange(scales.numel(), dtype=torch.uint8, device="cpu").remainder(18) + 100
+    return codes, bits.view(scales.shape).view(scales.dtype), global_scale, scheme
+
+
+_SQUARE = "mxfp4_rceil_32x32"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _OTHERS: dict[str, Callable[[str], Iterator[tuple]]] = {
     "dequantize": _dequantize_cases,
     "masked_unrotate": _masked_unrotate_cases,
+    "to_e4m3": lambda s: iter([_of_far_blocks(s), (*_quantized(_SQUARE, ROWS[0]), _SQUARE)]),
     "transpose": lambda s: iter([(*_quantized(s, ROWS[0])[:2], s, _WIDTH, False)]),
 }
 
@@ -388,7 +404,8 @@ CHECKED: dict[str | QuantizerVariant, tuple[str, ...]] = {
     "padded_ends": ("nvfp4",),
     "signs": ("nvfp4",),
     "split_scales": _with_swizzled("nvfp4_46_pow2", "nvfp4_pow2"),
-    "transpose": ("nvfp4_16x16_pow2", "mxfp4_rceil_32x32"),
+    "to_e4m3": (OF_FORMAT["mxfp4"],),
+    "transpose": ("nvfp4_16x16_pow2", _SQUARE),
     "gemm": tuple(OF_FORMAT.values()),
     "gemm_masked_unrotate": tuple(OF_FORMAT.values()),
     "grouped_gemm": tuple(OF_FORMAT.values()),
@@ -422,7 +439,7 @@ _IN_TRAINING = "by the tile of large products"
 
 
 def _words(form: Form, rows: int) -> str:
-    dtype, bias, swizzled = form
+    dtype, bias, swizzled, *_ = form
     parts = [f"{rows} x {_COLUMNS} in {dtype}"]
     parts += [f"with a bias in {bias}"] * (bias is not None) + ["from swizzled scales"] * swizzled
     return " ".join(parts)
@@ -431,8 +448,11 @@ def _words(form: Form, rows: int) -> str:
 def _gemm_cases(scheme: str, forms: Sequence[Form] | None) -> Iterator[Case]:
     quantized = functools.cache(_quantized)
     sources = _OF_GEMM[get_scheme(scheme).format]
-    for form, source, rows in product(forms or FORMS_OF["gemm"], sources, ROWS):
-        yield Case(_gemm(source, rows, form, quantized), f"a result of {_words(form, rows)}")
+    for form, source in product(forms or FORMS_OF["gemm"], sources):
+        width = _WHOLE if form[3:] else _WIDTH
+        for rows in form[3:] or ROWS:
+            arguments = _gemm(source, rows, form, quantized, width)
+            yield Case(arguments, f"a result of {_words(form, rows)}")
     for form in filter(_is_of_training, forms or FORMS_OF["gemm"]):
         arguments = _gemm(sources[0], ROWS[0], form, quantized, _WHOLE)
         yield Case(arguments, f"a result of {_words(form, ROWS[0])}, {_IN_TRAINING}", True)
@@ -440,8 +460,7 @@ def _gemm_cases(scheme: str, forms: Sequence[Form] | None) -> Iterator[Case]:
 
 def _is_of_training(form: Form) -> bool:
     """Whether a form is checked at large tiles: dtypes and bias change only the epilogue."""
-    dtype, bias, _ = form
-    return dtype == torch.bfloat16 and bias is None
+    return len(form) == 3 and form[:2] == (torch.bfloat16, None)
 
 
 def _unrotated_cases(scheme: str, forms: Sequence[Form] | None) -> Iterator[Case]:

@@ -4,6 +4,9 @@ harm.
 
     rejection(request) None, or why the kernel is rejected; waits for its check
     begin(request)     starts the check, and does not wait
+    awaited_together() questions start checks meanwhile, which are awaited at its end
+
+A graph is compiled in such a context, so that its checks run while Inductor works.
 
 All checks of a process run in one child process (check_child.py), one after the other, with a time
 limit each. A kernel that traps or hangs there twice is rejected, and a new child goes on with the
@@ -20,8 +23,7 @@ import importlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import NamedTuple, Protocol
@@ -33,10 +35,12 @@ from q2compile.runtime_kernels.cuda.check_child import Checker, Unable
 from q2compile.runtime_kernels.cuda.check_results import Check, Request
 from q2compile.runtime_kernels.cuda.checked_cases import CheckKey
 from q2compile.runtime_kernels.kernel_states import (
+    AWAITED,
     KNOWN,
     DeviceLostError,
     LaunchError,
     Result,
+    awaited_in,
     lost_text,
     rejected,
     why_disabled,
@@ -121,13 +125,19 @@ def rejection(request: Request) -> str | None:
         DeviceLostError: the device failed at a check in this process.
         torch.OutOfMemoryError: there is no memory for the check.
     """
-    check = request.check
+    check, begun = request.check, AWAITED.get()
+    if begun and check in begun:
+        return None
     if (found := KNOWN.checks.get(check)) is not None:
         return _reason(request, found)
     if (why := why_disabled(*check[:2])) is not None:
         return why
     inside = _INSIDE.get()
     if check in inside:
+        return None
+    if begun is not None and not inside and _State.mode.runs and not is_known(request):
+        begun[check] = request
+        begin(request)
         return None
     with nullcontext() if inside else _LOCK:
         found = KNOWN.checks.get(check) or _known(request)
@@ -137,16 +147,44 @@ def rejection(request: Request) -> str | None:
     return _reason(request, found)
 
 
+@contextmanager
+def awaited_together() -> Iterator[dict[Check, Request]]:
+    """Checks that are asked for meanwhile are awaited at the end (`kernel_states.awaited_in`), also
+    if an error is raised, of which a bad kernel may be the cause. Yields them; in the end, those
+    whose kernels are rejected."""
+    begun: dict[Check, Request] = {}
+    try:
+        with awaited_in(begun):
+            yield begun
+    except Exception:
+        _keep_rejected(begun)
+        raise
+    _keep_rejected(begun)
+
+
+def _keep_rejected(begun: dict[Check, Request]) -> None:
+    """Waits for checks, and removes those that passed."""
+    try:
+        with awaited_in(None):
+            for check, request in list(begun.items()):
+                if rejection(request) is None:
+                    del begun[check]
+    except BaseException:
+        begun.clear()
+        raise
+
+
 def result_of(request: Request) -> Result | None:
     """The result, if this process has it."""
     return KNOWN.checks.get(request.check)
 
 
-def begin(request: Request, after: Sequence[Future] = ()) -> None:
-    """Starts a check in the child process, unless its result is known. after: futures of threads
-    that compile its kernels."""
+def begin(request: Request) -> None:
+    """Starts a check in the child process, unless its result is known. Threads of this process
+    compile its kernels, and the child waits for them."""
     if not is_known(request) and _State.mode.in_child and _State.mode.runs:
-        CHECKER.submit(request, after)
+        compiling = importlib.import_module(request.module).compiling
+        CHECKER.submit(request, compiling(*request.arguments))
 
 
 def is_known(request: Request) -> bool:

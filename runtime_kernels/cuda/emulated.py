@@ -8,10 +8,10 @@ import torch
 
 from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4, triton_fp4
 from q2compile.runtime_kernels.cuda.jit import launch
-from q2compile.runtime_kernels.cuda.jit.limits import family_of
+from q2compile.runtime_kernels.cuda.jit.limits import family_of, why_not_in_e4m3
 from q2compile.runtime_kernels.kernel_states import why_disabled
 from q2compile.runtime_kernels.ops.table import GEMM
-from q2compile.runtime_kernels.registry import CUBLASLT_FP4, TRITON_FP4, emulation
+from q2compile.runtime_kernels.registry import CUBLASLT_FP4, SCALED_MM, TRITON_FP4, emulation
 
 
 def of_device(index: int) -> list[str]:
@@ -33,7 +33,17 @@ def of_device(index: int) -> list[str]:
         reasons = {cublaslt: CUBLASLT_FP4}
         reasons.setdefault(triton, TRITON_FP4)
         words = [why if len(reasons) == 1 else f"{name}: {why}" for why, name in reasons.items()]
-        lines.append(f"FP4 GEMMs on {where} are emulated in BF16: {'; '.join(words)}")
+        left_out = why_disabled(GEMM, SCALED_MM) or why_not_in_e4m3(capability)
+        in_e4m3 = not (reason or left_out)
+        of = "NVFP4 and grouped" if in_e4m3 else "FP4"
+        lines.append(f"{of} GEMMs on {where} are emulated in BF16: {'; '.join(words)}")
+        if in_e4m3:
+            lines.append(
+                f"MXFP4 GEMMs on {where} multiply E4M3 elements on FP8 tensor cores, exactly "
+                "except for blocks whose scale is over 2^14 below their operand's largest: those "
+                "are rounded, by at most 2^-16 of that scale; telemetry records their share as "
+                "scale_subnormal"
+            )
     elif triton is not None:
         lines.append(f"MXFP4 and grouped GEMMs on {where} are emulated in BF16: {triton}")
     return lines

@@ -31,7 +31,6 @@ from q2compile.runtime_kernels.cuda.checked_cases import (
     GroupedForm,
     arguments_of,
     cases_of,
-    op_of,
 )
 from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.runtime_kernels.cuda.jit.launch import (
@@ -69,20 +68,18 @@ def rejection(op: str, name: str, index: int, scheme: str, what: What = None) ->
     return unsupported(index) or checks.rejection(request_of(op, name, index, scheme, what))
 
 
-def begin(of: str | QuantizerVariant | CheckKey, index: int, scheme: str) -> None:
-    """Starts the self-check of kernel CUDA of an op on this device, unless its result is known;
-    threads compile its kernels. of: the op, or the variant of a quantizer."""
-    op = op_of(of)
-    request = request_of(op, CUDA, index, scheme, None if isinstance(of, str) else of)
-    if not checks.is_known(request):
-        _, _, device, scheme, _ = request.check
-        launches = launches_of(op, cases_of(of, scheme), device)
-        checks.begin(request, begin_compiling(launches, index))
-
-
-def begin_gemm(op: str, name: str, index: int, scheme: str, form: Form | GroupedForm) -> None:
-    """Starts the self-check of a GEMM, which compiles its kernels itself."""
-    checks.begin(request_of(op, name, index, scheme, form))
+def compiling(
+    op: str,
+    name: str,
+    device: torch.device,
+    scheme: str,
+    of: Sequence[Form | GroupedForm] | QuantizerVariant | CheckKey | None = None,
+) -> list[Future]:
+    """Threads that compile what `disagreement` launches; a GEMM compiles its kernels itself."""
+    if name != CUDA or all(k.launching is None for k in kernels(op) if k.name == CUDA):
+        return []
+    checked = of if isinstance(of, QuantizerVariant | CheckKey) else op
+    return begin_compiling(launches_of(op, cases_of(checked, scheme), device), device.index)
 
 
 def request_of(op: str, name: str, index: int, scheme: str, what: What = None) -> Request:
@@ -102,6 +99,12 @@ def launches_of(op: str, cases: Iterable[tuple], device: torch.device) -> list[L
         made = list(cases)
         with FakeTensorMode(allow_non_fake_inputs=True):
             return [each for args in made for each in launching.launches(*_on(device, args))]
+
+
+def fakes_on(device: torch.device, arguments: tuple) -> list:
+    """The arguments of a case on a device, without values: enough to ask which kernels serve."""
+    with apart(torch.device("cpu")), FakeTensorMode(allow_non_fake_inputs=True):
+        return _on(device, arguments)
 
 
 def begin_compiling(launches: Iterable[Launch], index: int) -> list[Future]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Statistics of the rounding of an operand, which telemetry records.
 
-    sums(values, rotation, codes, scales, global_scale, scheme, amax) -> fp64 [len(SUMS)]
-    sums_of_codes(codes, scales, global_scale, scheme)            -> ...
+    sums(values, rotation, codes, scales, least, global_scale, scheme, amax) -> fp64 [len(SUMS)]
+    sums_of_codes(codes, scales, least, global_scale, scheme)            -> ...
     statistics(sums [..., len(SUMS)]) -> fp64 [..., len(FIELDS)]
 
 The first two run on the operand's device, the last on the host, when a record is written. x [M, Kp]
@@ -16,9 +16,11 @@ x̂ = e2m1(code) * scale * global_scale:
     saturated        share of the elements beyond the largest value of their block, 6 * scale *
                      global_scale; of fp8, beyond 448 * global_scale. Under MS-EDEN, whose scales
                      are corrected after the rounding, the scale is the corrected one
-    scale_zero       share of the block scales that are 0
-    scale_subnormal  share in e4m3's subnormals, below 2^-6, where a scale has fewer bits; 0 for
-                     e8m0, which has none
+    scale_zero       share of the block scales that are 0; of e8m0, the least there is, 2^-127, as
+                     blocks of zeros have
+    scale_subnormal  share in e4m3's subnormals, below 2^-6, where a scale has fewer bits; of e8m0,
+                     more than 2^14 below the tensor's largest, whose blocks FP8 GEMMs round
+                     (ops/to_e4m3.py)
     scale_largest    share at or above the scheme's cap, the largest scale that it aims for
 
 A statistic that is not known is NaN. All but amax are NaN if the operand has a NaN or Inf
@@ -67,7 +69,8 @@ SAMPLE = 2**18  # elements
 CODES_SAMPLE = 2**16  # codes of a weight that are stored, to count how many change
 GROUP = 16  # rows: those of a square block share a scale
 _LEAST_NORMAL = 2.0**-6  # of e4m3
-_LARGEST_E8M0 = 2.0**127
+_E8M0_RANGE = 2.0**-14  # of scales under which one operand of an FP8 GEMM is exact
+_LEAST_E8M0, _LARGEST_E8M0 = 2.0**-127, 2.0**127
 
 
 class Sample(NamedTuple):
@@ -101,15 +104,23 @@ def sample_of(rows: int, width: int, limit: int = SAMPLE) -> Sample | None:
 
 def of_rows(
     codes: torch.Tensor, scales: torch.Tensor, scheme: Scheme, sample: Sample | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | float]:
     """Views of the codes and block scales of some rows, [rows, n] or [groups, rows of one, n]; the
-    scales unswizzled."""
+    scales unswizzled. And the least scale that is normal, by all rows."""
+    least = _least_normal(scales, scheme)
     scales = _unswizzled(codes, scales, scheme)
     if sample is None:
-        return codes, scales
+        return codes, scales, least
     if scheme.is_tensorwise:
-        return sample.of(codes.view(torch.uint8)).view(codes.dtype), scales
-    return sample.of(codes), sample.of(scales, per=scheme.block[0])
+        return sample.of(codes.view(torch.uint8)).view(codes.dtype), scales, least
+    return sample.of(codes), sample.of(scales, per=scheme.block[0]), least
+
+
+def _least_normal(scales: torch.Tensor, scheme: Scheme) -> torch.Tensor | float:
+    if scheme.format != "mxfp4" or scales.numel() == 0:
+        return _LEAST_NORMAL
+    finite = scales.to(torch.float64).nan_to_num_(0.0)
+    return finite.amax().mul_(_E8M0_RANGE).clamp_(min=2 * _LEAST_E8M0)
 
 
 def sums(
@@ -117,6 +128,7 @@ def sums(
     rotation: torch.Tensor | None,
     codes: torch.Tensor,
     scales: torch.Tensor,
+    least: torch.Tensor | float,
     global_scale: torch.Tensor,
     scheme: Scheme,
     amax: torch.Tensor,
@@ -151,12 +163,16 @@ def sums(
     # what is not finite.
     torch.linalg.vector_norm(spread[:3], dim=1, out=norms)
     torch.linalg.vector_norm(spread[2:], 0, dim=1, out=counts)
-    _shares_of_scales(scale, scheme, shares)
+    _shares_of_scales(scale, least, scheme, shares)
     return found
 
 
 def sums_of_codes(
-    codes: torch.Tensor, scales: torch.Tensor, global_scale: torch.Tensor, scheme: Scheme
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    least: torch.Tensor | float,
+    global_scale: torch.Tensor,
+    scheme: Scheme,
 ) -> torch.Tensor:
     """The sums of codes whose x is not known: the share of zeros includes elements that were zero
     before, errors and saturation are NaN, and amax is that of x̂."""
@@ -170,7 +186,7 @@ def sums_of_codes(
             torch.linalg.vector_norm(rounded, order, out=found[SUMS.index(name)])
     for name in ("error", "saturated"):
         found[SUMS.index(name)].fill_(torch.nan)
-    _shares_of_scales(scale, scheme, found[-3:])
+    _shares_of_scales(scale, least, scheme, found[-3:])
     return found
 
 
@@ -250,17 +266,19 @@ def _decode(codes: torch.Tensor, unit: torch.Tensor, scheme: Scheme, out: torch.
     torch.mul(values.view(blocks), unit, out=out.view(blocks))
 
 
-def _shares_of_scales(scale: torch.Tensor, scheme: Scheme, out: torch.Tensor) -> None:
+def _shares_of_scales(
+    scale: torch.Tensor, least: torch.Tensor | float, scheme: Scheme, out: torch.Tensor
+) -> None:
     if scheme.is_tensorwise:  # there are none that could be too small or too large
         out[:2].fill_(1.0)
         out[2:].zero_()
         return
     nvfp4 = scheme.format == "nvfp4"
-    least, cap = (_LEAST_NORMAL, scheme.cap) if nvfp4 else (0.0, _LARGEST_E8M0)
+    zero, cap = (0.0, scheme.cap) if nvfp4 else (_LEAST_E8M0, _LARGEST_E8M0)
     found = scale.new_empty((3, scale.numel()))
     nonzero, normal, largest = found.unbind()
     scale = scale.flatten()
-    torch.ne(scale, 0, out=nonzero)
+    torch.ne(scale, zero, out=nonzero)
     torch.ge(scale, least, out=normal)
     torch.ge(scale, cap, out=largest)
     torch.mean(found, 1, out=out)

@@ -21,6 +21,7 @@ from q2compile.runtime_kernels.ops import (
     signs,
     split_scales,
     table,
+    to_e4m3,
     transpose,
 )
 
@@ -42,5 +43,6 @@ __all__ = [
     "signs",
     "split_scales",
     "table",
+    "to_e4m3",
     "transpose",
 ]

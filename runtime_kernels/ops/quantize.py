@@ -91,8 +91,8 @@ def checked_quantize(call: QuantizerCall) -> QuantizerCall:
 
 def square_blocks(op: str, scheme: Scheme) -> ValueError:
     return ValueError(
-        f"q2::{op} takes schemes with one row a block here, got {scheme.name}: blocks of "
-        f"{scheme.block[0]}x{scheme.block[1]} exist to be reused transposed, which a rotation "
+        f"q2::{op} takes schemes with one row per block here, got {scheme.name}: blocks "
+        f"of {scheme.block[0]}x{scheme.block[1]} exist to be reused transposed, which a rotation "
         "along one dimension rules out."
     )
 
@@ -111,26 +111,27 @@ def _check_mask(call: QuantizerCall) -> None:
     if not call.scheme.masked:
         having = ", ".join(s.name for s in SCHEMES.values() if s.masked)
         raise ValueError(
-            f"q2::{QUANTIZE} has a mask for schemes with a trust mask ({having}), got "
+            f"q2::{QUANTIZE} writes a mask for schemes with a trust mask ({having}), got "
             f"{call.scheme.name!r}: leave out mask."
         )
     if call.columnwise or call.draws:
         raise ValueError(
-            f"q2::{QUANTIZE} has a mask for the forward pass, which is deterministic: rowwise "
-            f"alone, and of a transform that draws no signs; got {call.transform.name!r}."
+            f"q2::{QUANTIZE} writes a mask only in the forward pass, which is deterministic: set "
+            "rowwise only, and a transform that draws no signs; got "
+            f"{call.transform.name!r}."
         )
 
 
 def _check_dbias(call: QuantizerCall) -> None:
     if call.dbias not in DBIAS_DTYPES:
         raise ValueError(
-            f"q2::{QUANTIZE} sums columns to {', '.join(map(str, DBIAS_DTYPES))}, got "
-            f"{call.dbias}: take float32 and convert the sums."
+            f"q2::{QUANTIZE} sums columns in {', '.join(map(str, DBIAS_DTYPES))}, got "
+            f"{call.dbias}: use float32 and convert the sums."
         )
     if not call.columnwise or call.grouped:
         raise ValueError(
-            f"q2::{QUANTIZE} sums columns where it quantizes them, and not in groups: set "
-            "columnwise and leave out offs, or sum x."
+            f"q2::{QUANTIZE} sums columns only if it quantizes them, and not in groups: set "
+            "columnwise and leave out offs, or sum x yourself."
         )
 
 

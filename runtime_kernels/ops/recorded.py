@@ -134,8 +134,8 @@ def _measured(
         rotating = rotation_matrix(rotation, codes.device)
         if rotation.seeded:
             rotating = rotating * torch.ops.q2.signs(seed, rotation.name)[:, None]
-    codes, scales = of_rows(codes, scales, scheme, sample)
-    return sums(values(sample), rotating, codes, scales, global_scale, scheme, amax)
+    rows = of_rows(codes, scales, scheme, sample)
+    return sums(values(sample), rotating, *rows, global_scale, scheme, amax)
 
 
 def _rows_of(x: torch.Tensor, columnwise: bool) -> Rows:

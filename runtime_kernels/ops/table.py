@@ -36,7 +36,7 @@ from q2compile.runtime_kernels.registry import (
 QUANTIZE, REQUANTIZE = "quantize", "requantize"
 # The other ops that passes, lowerings and kernels look for.
 DEQUANTIZE, TRANSPOSE, SPLIT_SCALES = "dequantize", "transpose", "split_scales"
-AMAX = "amax"
+AMAX, TO_E4M3 = "amax", "to_e4m3"
 MASKED_UNROTATE, GEMM_MASKED_UNROTATE = "masked_unrotate", "gemm_masked_unrotate"
 PADDED_ENDS, GATHER_ROWS, SEED = "padded_ends", "gather_rows", "seed"
 GEMM, GROUPED_GEMM, GROUPED_MM = "gemm", "grouped_gemm", "grouped_mm"

@@ -156,7 +156,7 @@ def test_missing_and_short_data_are_refused(
     [
         (["--recipes", ","], "name at least one"),
         (["--steps", "0"], "0 is not positive"),
-        (["--vocab", "100"], "at least 256"),
+        (["--vocab", "100"], "allowed: 256 or more"),
         (["--compile-options", "{strict}"], "not JSON"),
         (["--compile-options", "[1]"], "not a JSON object"),
     ],

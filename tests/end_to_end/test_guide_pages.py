@@ -15,9 +15,12 @@ GUIDES = ROOT / "examples" / "guides"
 
 
 def test_every_guide_is_in_the_index() -> None:
-    index = (GUIDES / "README.md").read_text()
-    listed = {p.name for p in GUIDES.glob("*") if p.name != "README.md" and p.is_file()}
-    assert {name for name in listed if f"({name})" not in index} == set()
+    """The README lists the pages, and the guides' own README the programs; no other page does."""
+    index, programs = ((folder / "README.md").read_text() for folder in (ROOT, GUIDES))
+    pages = {p.name for p in GUIDES.glob("*.md") if p.name != "README.md"}
+    assert {name for name in pages if f"(examples/guides/{name})" not in index} == set()
+    assert {p.name for p in GUIDES.glob("*.py") if f"({p.name})" not in programs} == set()
+    assert {name for name in pages if f"({name})" in programs} == set()
 
 
 def test_the_table_of_passes_has_all() -> None:

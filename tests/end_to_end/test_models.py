@@ -80,7 +80,7 @@ EXPECTED = {
     "lstm": Expected(0, 2, {UNSEEN: 2}),  # Dynamo skips its frame, and with it the head
     "convolutions": Expected(1, 1),
     "lora": Expected(6, 6),
-    "by_hand": Expected(2, 3, {PRODUCT: 1, "einsum of other than two operands": 1}),
+    "by_hand": Expected(2, 3, {PRODUCT: 1, "einsum that is not of two operands": 1}),
 }
 # Dynamo goes on after the graph break in nn.LSTM, with the head.
 SINCE_TORCH_2_15 = {"lstm": Expected(1, 2, {UNSEEN: 1}, graphs=2)}

@@ -107,12 +107,12 @@ def arguments(**given: object) -> Namespace:
     ("processes", "given", "message"),
     [
         (None, {"ddp": True}, "torchrun"),
-        (2, {}, "say how, by --ddp, --fsdp or --tp"),
-        (2, {"tp": 3}, "2 processes can't form groups"),
-        (2, {"tp": 0}, "can't form groups"),
-        (2, {"fsdp": True, "batch": 3}, "not to be cut among 2"),
-        (4, {"tp": 2}, "the rest is for --fsdp"),
-        (2, {"tp": 2, "ddp": True}, "the rest is for --fsdp"),
+        (2, {}, "need one of --ddp, --fsdp and --tp"),
+        (2, {"tp": 3}, "got 3; allowed: a divisor of 2"),
+        (2, {"tp": 0}, "got 0; allowed: a divisor of 2"),
+        (2, {"fsdp": True, "batch": 3}, "got 3; allowed: a multiple of 2"),
+        (4, {"tp": 2}, "--tp 2 with 4 processes needs --fsdp"),
+        (2, {"tp": 2, "ddp": True}, "--tp 2 with 2 processes needs --fsdp"),
     ],
 )
 def test_what_does_not_fit_is_refused(

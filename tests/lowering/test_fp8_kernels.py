@@ -70,23 +70,46 @@ class Layers(nn.Sequential):
         super().__init__(nn.Linear(64, 96), nn.SiLU(), nn.Linear(96, 50, bias=False))
 
 
-def test_a_training_step_multiplies_codes(monkeypatch) -> None:
-    """Three FP8 GEMMs of the first layer in generated code, with exact sums. Of the second, dgrad
-    and wgrad; its fprop pads inside the op. No GEMM is left in BF16."""
+def gemms_of_a_step(monkeypatch, recipe: str) -> tuple[list[str], list[str], str]:
+    """The arguments of the _scaled_mm of a training step in generated code, the names of its other
+    GEMMs, and all of the code."""
     serve_as_on(monkeypatch, 90)
     monkeypatch.setattr(fp8, "converts", lambda device: True)
     sources = emulate(monkeypatch, 90)
     torch._dynamo.reset()
-    options = {
-        "recipe": "fp8",
-        "inductor": {"cpu_backend": "triton", "fx_graph_cache": False},
-    }
+    options = {"recipe": recipe, "inductor": {"cpu_backend": "triton", "fx_graph_cache": False}}
     x = torch.randn(128, 64).bfloat16().requires_grad_()
     torch.compile(Layers().bfloat16(), backend="quartet2", options=options)(x).sum().backward()
+    code = "\n".join(sources)
     calls = re.findall(
-        r"extern_kernels\.(\w+)\((.*)\)|(torch\.ops\.q2\.gemm)\.default\(", "\n".join(sources)
+        r"extern_kernels\.(_scaled_mm|mm|addmm)\((.*)\)|(torch\.ops\.q2\.gemm)\.default\(", code
     )
     scaled = [args for name, args, _ in calls if name == "_scaled_mm"]
-    assert len(scaled) == 5 and all("use_fast_accum=False" in args for args in scaled)
-    assert [op for _, _, op in calls if op] == ["torch.ops.q2.gemm"]
-    assert not any(name in ("mm", "addmm") for name, _, _ in calls)
+    assert all("use_fast_accum=False" in args for args in scaled)
+    return scaled, [op or name for name, _, op in calls if name != "_scaled_mm"], code
+
+
+def test_a_training_step_multiplies_codes(monkeypatch) -> None:
+    """Three FP8 GEMMs of the first layer in generated code, with exact sums. Of the second, dgrad
+    and wgrad; its fprop pads inside the op. No GEMM is left in BF16."""
+    scaled, others, _ = gemms_of_a_step(monkeypatch, "fp8")
+    assert len(scaled) == 5 and others == ["torch.ops.q2.gemm"]
+
+
+@pytest.mark.parametrize(
+    "recipe, scaled, others, elements",
+    [
+        ("mxfp4_2d", 5, ["torch.ops.q2.gemm"], 10),
+        ("quartet", 5, ["torch.ops.q2.gemm"], 10),
+        ("mxfp4", 4, ["addmm", "mm"], 8),
+    ],
+)
+def test_a_step_in_mxfp4_multiplies_its_codes_in_e4m3(
+    monkeypatch, recipe, scaled, others, elements
+) -> None:
+    """As on a GPU with fp8 and no fp4 tensor cores. Quantizers write codes; each operand is made
+    e4m3 once. mxfp4 has its fprop in BF16."""
+    found, left, code = gemms_of_a_step(monkeypatch, recipe)
+    assert (len(found), left) == (scaled, others)
+    assert len(re.findall(r"q2_CallSite\('to_e4m3'", code)) == elements
+    assert "@bf16" not in code and "dequantize" not in code

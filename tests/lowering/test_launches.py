@@ -282,26 +282,14 @@ def test_where_only_the_launch_of_several_fails(request, monkeypatch) -> None:
     assert not registry.left_out() and bound.count("rotate_quantize.cu") >= 4
 
 
-def test_what_is_launched_together_is_compiled_ahead(pretended, monkeypatch) -> None:
-    """The launches that each call may need: x and w; dequantizing both; dy, and w and x
-    requantized."""
-    asked: list[tuple[Any, ...]] = []
-
-    def compile_ahead(calls, index) -> None:
-        asked.append((index, [[launch.variant.entry for launch in each] for each in calls]))
-
+def test_the_check_of_what_is_launched_together_begins(pretended, monkeypatch) -> None:
+    """x and w; dequantizing both; dy, and w and x requantized."""
     monkeypatch.setattr(Member, "device", torch.device("cuda", 1))
-    begun: list[Any] = []
-    monkeypatch.setattr(launches, "compile_ahead", compile_ahead)
-    monkeypatch.setattr(launches, "begin", lambda *of: begun.append(of))
+    asked: list[Any] = []
+    monkeypatch.setattr(launches, "rejection", lambda *of: asked.append(of))
     step_of("quartet2")(rows(100))
-    forward, backward = (
-        ["rotate_quantize", "align_scales"],
-        ["rotate_quantize", "finalize_dequantized"],
-    )
-    assert asked == [(1, 2 * [forward]), (1, 2 * [["dequantize"]]), (1, 3 * [backward])]
-    assert [len(group.calls) for group, _, _ in begun] == [2, 2, 3]
-    assert {device for _, device, _ in begun} == {torch.device("cuda", 1)}
+    assert [len(group.calls) for group, _ in asked] == [2, 2, 3]
+    assert {device for _, device in asked} == {torch.device("cuda", 1)}
 
 
 def test_want_of_memory_is_raised(request, monkeypatch) -> None:

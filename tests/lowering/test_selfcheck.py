@@ -12,6 +12,7 @@ from torch._inductor.utils import run_and_get_code
 from q2compile.lowering.inductor_kernels import selfcheck
 from q2compile.runtime_kernels import registry
 from q2compile.runtime_kernels.cuda import check_results, checks
+from q2compile.runtime_kernels.kernel_states import awaited_in
 from q2compile.runtime_kernels.ops.table import rowwise_call
 from q2compile.runtime_kernels.registry import KernelWarning
 from q2compile.tools import doctor, kernel_rows
@@ -160,35 +161,15 @@ def test_that_they_differ_is_known_to_the_next_process(monkeypatch) -> None:
     assert len(run) == 1
 
 
-@pytest.fixture
-def begun(monkeypatch) -> list[str]:
-    """The schemes of checks that are begun."""
-    schemes: list[str] = []
-    monkeypatch.setattr(
-        checks, "begin", lambda request, after=(): schemes.append(request.arguments[1].scheme.name)
-    )
-    return schemes
-
-
-@pytest.mark.parametrize(
-    ("scheme", "begins"),
-    [
-        ("nvfp4_46_pow2", True),
-        ("mxfp4_rceil_32x32", True),  # no CUDA kernel has square blocks
-        ("mxfp4_rceil", False),  # a CUDA kernel has it, and is better
-        ("mxfp4_quest", False),  # there is no Inductor kernel of it
-    ],
-)
-def test_those_begin_that_a_graph_may_ask_for(scheme, begins, begun) -> None:
-    selfcheck.begin(torch.device("cuda", 0), scheme)
-    assert begun == [scheme] * begins
-
-
-def test_doctor_begins_what_it_asks_for(begun) -> None:
+def test_doctor_begins_what_it_asks_for(monkeypatch) -> None:
     """In the order in which it prints: a check that was not begun waits for all others."""
-    for row in kernel_rows.inductor_rows(torch.device("cuda", 0)):
-        for begin in row.begins:
-            begin()
+    begun: list[str] = []
+    monkeypatch.setattr(
+        checks, "begin", lambda request: begun.append(request.arguments[1].scheme.name)
+    )
+    with awaited_in({}):
+        for row in kernel_rows.inductor_rows(torch.device("cuda", 0)):
+            row.ask()
     assert begun == list(kernel_rows.INDUCTOR_CHECKED)
 
 

@@ -43,7 +43,7 @@ def test_only_options_are_public():
         ({"policy": {"*": {"dgard": "bf16"}}}, "did you mean 'dgrad'?"),
         ({"policy": {"re:(": "bf16"}}, "policy pattern 're:('"),
         ({"policy": {"layers.[0": "bf16"}}, "not a glob"),
-        ({"policy": {"!head": "bf16"}}, "the last match wins"),
+        ({"policy": {"!head": "bf16"}}, "because the last match wins"),
         ({"policy": {"": "bf16"}}, "policy pattern"),
         ({"policy": ["head"]}, "policy: got ['head']; allowed: a mapping"),
         ({"inductor": {"max_autotun": True}}, "did you mean 'max_autotune'?"),

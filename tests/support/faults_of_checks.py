@@ -67,6 +67,42 @@ OF_CHECKS = (
         "    return None\n",
         f"{_CUDA}/test_limits.py",
     ),
+    # ---- the checks of a graph ----
+    fault(
+        "a graph whose kernel is rejected keeps its code",
+        "q2compile/torch_internals/inductor.py",
+        "            if not rejected:\n                break\n",
+        "            break\n",
+        "q2compile/compiler/test_checks_of_a_graph.py",
+    ),
+    fault(
+        "a pass waits for a check",
+        f"{_CUDA}/checks.py",
+        "        begin(request)\n        return None\n",
+        "        begin(request)\n",
+        "q2compile/compiler/test_checks_of_a_graph.py",
+    ),
+    fault(
+        "kernels are loaded before their checks have ended",
+        "q2compile/compiler/post_grad_passes.py",
+        "        if AWAITED.get() is not None:\n",
+        "        if False:\n",
+        "q2compile/compiler/test_checks_of_a_graph.py",
+    ),
+    fault(
+        "a call that runs during a compilation does not wait for its check",
+        "runtime_kernels/registry.py",
+        "if AWAITED.get() is None else awaited_in(None)",
+        "",
+        "q2compile/compiler/test_checks_of_a_graph.py",
+    ),
+    fault(
+        "Inductor's caches have code for rejected kernels",
+        "q2compile/compiler/pass_runner.py",
+        "(*disabled_kernels(), *rejections())",
+        "disabled_kernels()",
+        "q2compile/compiler/test_checks_of_a_graph.py",
+    ),
     # ---- grouped launches ----
     fault(
         "all calls of a checked group have equal operands",

@@ -21,7 +21,12 @@ def pairwise(*factors: Iterable[Any]) -> list[tuple[Any, ...]]:
     form and after any transform ("h32>mxfp4_quest"), have the properties of the scheme; others are
     properties themselves.
     """
-    cases = [(case, _covered(case)) for case in product(*factors)]
+    return covering(product(*factors))
+
+
+def covering(possible: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Some of these cases, chosen as `pairwise` chooses from a product."""
+    cases = [(case, _covered(case)) for case in possible]
     missing = set().union(*(covered for _, covered in cases)) if cases else set()
     chosen = []
     while missing:

@@ -130,7 +130,9 @@ def read(path: Path) -> list[Line]:
     if not lines or lines[0]["kind"] != "machine":
         raise ValueError(f"{path} is not a report of `q2compile bench`: no line names the machine")
     if lines[0]["schema"] != SCHEMA:
-        raise ValueError(f"{path} has schema {lines[0]['schema']}; this q2compile reads {SCHEMA}")
+        raise ValueError(
+            f"{path} has schema {lines[0]['schema']}; this q2compile reads schema {SCHEMA}"
+        )
     return lines
 
 

@@ -15,9 +15,9 @@ class Comparison(Measurements):
     """The result of `compare`. Print it to see the table, worst module first."""
 
     def draw(self, path: str | Path) -> None:
-        """The ranking as a picture, of the kind that the path's ending names (png, svg, pdf).
+        """Draw the ranking into a file, whose ending says its kind (png, svg, pdf).
 
-        Raises ImportError where matplotlib is not installed.
+        Raises an ImportError if matplotlib is not installed.
         """
         draw(self, path)
 

@@ -40,30 +40,31 @@ def compare(
 ) -> Comparison:
     """Measure where a recipe's error comes from, on this model and these batches.
 
-    model      in the mode, on the device and in the dtypes it is trained in; call `compare` under
-               the autocast it is trained under. Its weights, gradients, buffers and torch's random
-               state are restored afterwards.
-    batches    a few: each is what the model is called with, a mapping of keyword arguments, a tuple
-               of positional ones, or a tensor
-    recipe     the option of torch.compile; ``options`` has others of them ("policy",
-               "global_scale")
-    loss       from the model's output to a tensor of one element; default: its ``loss``, or itself
-    optimizer  parameters -> an optimizer: both losses are then those of training over the batches,
-               from the same weights; without it all batches are run with the weights as they are
-    alone      whether each module is also run as the only one that is quantized, and each kind of
-               layer as the only one in FP8, on the first batch: a step more for each;
-               `Comparison.policy` chooses by it
+    model      the model in the mode, on the device and in the dtypes of its training. Call
+               `compare` under the autocast of the training. The model's weights, gradients and
+               buffers, and torch's random state, are restored afterwards
+    batches    a few inputs of the model: each is a mapping of keyword arguments, a tuple of
+               positional arguments, or a tensor
+    recipe     the option of torch.compile; ``options`` has other ones ("policy", "global_scale")
+    loss       a function from the model's output to a tensor of one element. The default is the
+               output's ``loss``, or the output itself
+    optimizer  a function from parameters to an optimizer. With it, the losses in bf16 and with the
+               recipe are those of training over the batches, from the same weights. Without it, the
+               weights stay as they are
+    alone      whether to also run each module as the only quantized one, and each kind of layer as
+               the only one in FP8, which takes one more step each, on the first batch.
+               `Comparison.policy` needs these runs
 
-    Measured in fp32 or wider, from the same weights and random numbers as the run in bf16 (which is
-    the precision the tensors have):
+    Errors are computed in fp32 or wider, with the same weights and random numbers in both runs. The
+    baseline has the precision of the tensors, usually bf16. Measured are
 
-    - of each module and GEMM the relative error √(Σ|q - g|² / Σ|g|²) of its result on the operands
-      of the run in bf16, so without the errors of other modules;
-    - of the gradient of all parameters the relative error of the recipe, of each of its GEMMs
-      alone, and of each module alone.
+    - for each module and GEMM the relative error √(Σ|q - g|² / Σ|g|²) of the result, with the
+      operands of the baseline, so that errors of other modules do not count;
+    - for the gradient of all parameters the relative error with the whole recipe, with each of its
+      GEMMs alone, and with each module alone.
 
-    Raises ValueError for a model that is no nn.Module, for options that can't be used, for no
-    batches, for an output without a loss, and when no matmul of the model is taken.
+    Raises a ValueError if the model is not an nn.Module, if options can't be used, if there are no
+    batches, if the output has no loss, or if no matmul of the model is taken.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(

@@ -28,18 +28,18 @@ RUNS = ("all", *GEMMS)  # the whole recipe, and each of its GEMMs alone
 class ModuleError:
     """The errors and costs of one module.
 
-    shape       "T×N×K"; of the first of its matmuls if it has more than one
-    fprop, dgrad, wgrad   relative error of that GEMM's result on the operands of the run in bf16;
-                None for a GEMM that the recipe leaves, or that nobody needs
-    gradient    relative error of its weight's gradient under the whole recipe: what all modules do
-                to it; None if the weight has none
-    effect      relative error of the gradient of all parameters with this module alone quantized;
-                None if that was not run
-    flops       of its matmuls, forward and backward; None where a size is symbolic
-    microseconds, bf16_microseconds, fp8_microseconds   device -> predicted time of its matmuls, as
-                the recipe has them, in BF16, and in FP8
-    fp8_effect  its part of the effect that its kind of layer has in FP8, alone; None if that was
-                not run
+    shape       "T×N×K" of its first matmul
+    fprop, dgrad, wgrad   the relative error of that GEMM's result on the operands of the run in
+                bf16; None for a GEMM that the recipe leaves or that is not needed
+    gradient    the relative error of its weight's gradient with the whole recipe, to which all
+                modules contribute; None if the weight has no gradient
+    effect      the relative error of the gradient of all parameters if only this module is
+                quantized; None if that was not run
+    flops       those of its matmuls, forward and backward; None if a size is symbolic
+    microseconds, bf16_microseconds, fp8_microseconds   device -> the predicted time of its matmuls
+                with the recipe, in BF16, and in FP8
+    fp8_effect  its part of the effect of its kind of layer, if only that kind is in FP8; None if
+                that was not run
     """
 
     module: str
@@ -173,14 +173,14 @@ class Measurements:
         rule; it is all layers whose names differ only in numbers, so the policy can be used where
         equal layers share a graph.
 
-        budget  in [0, 1]. of="flops": the share of all quantized FLOPs that goes back to bf16; in
-                fp8 they count a third, as FP8 takes twice and BF16 four times the time of FP4.
+        budget  in [0, 1]. of="flops": the share of all quantized FLOPs that goes back to bf16. In
+                fp8 they count a third, because FP8 takes twice and BF16 four times as long as FP4.
                 of="time": by how much the predicted time of these matmuls may rise on ``device``
                 ("b200", "rtx5090"), as a share of it. A kind that costs nothing, because bf16 is
-                not slower for it, is always taken.
+                not slower for it, is always put back.
 
-        The kind of which most error is removed comes first. Raises ValueError for a budget that is
-        none, and where a size is symbolic, so that nothing is known of costs.
+        The kind with the largest removed error comes first. Raises a ValueError for a budget
+        outside [0, 1], and if a size is symbolic, so that costs are not known.
         """
         names = [*(m.module for m in self.modules), *self.left]
         return rules_of(self._chosen(budget, of, device), names)

@@ -72,7 +72,7 @@ def codes_of(parameter: Tensor, uses: Sequence[WeightUse]) -> Codes:
     ends = [0, *(place.stop for place in places)]
     if [place.start for place in places] != ends[:-1] or ends[-1] != matrix.shape[0]:
         rows = ", ".join(f"{place.start}:{place.stop}" for place in places)
-        raise InexactError(f"rows {rows} of {matrix.shape[0]} are multiplied in 4 bits, not all")
+        raise InexactError(f"only rows {rows} of {matrix.shape[0]} are multiplied in 4 bits")
     whole = [
         _cut_codes(matrix[place.start : place.stop], place, first, place.cuts) for place in places
     ]
@@ -184,7 +184,7 @@ def moved(codes: Codes, common: Tensor, zero: int | None = None) -> Codes:
         raise InexactError(
             f"{lost} of {codes.scales.numel()} block scales are too small for e4m3 under "
             f"the global scale {float(common):g} and would be rounded. Its largest block scale, or "
-            "the layers that a loader fuses with it, need that global scale"
+            "those of layers that a loader fuses with it, need that global scale"
         )
     scales = table.view(torch.uint8)[codes.scales.view(torch.uint8).int()]
     return replace(codes, scales=scales.view(torch.float8_e4m3fn), global_scale=common)

@@ -90,7 +90,7 @@ def _loaded(folder: Path, options_known: bool) -> tuple[torch.nn.Module, _Beside
     try:
         import transformers
     except ImportError:
-        raise ConfigError(f"{folder}: loading it takes transformers") from None
+        raise ConfigError(f"{folder}: to load it, pip install transformers") from None
     try:
         config = transformers.AutoConfig.from_pretrained(folder)
         kind = _class_of(config, transformers, folder)

@@ -89,7 +89,9 @@ def _ignored(job: Job, done: Exported) -> Sequence[str]:
         shape = torch.empty(tensor.shape, device="meta")
         site = site_name(name)
         if not {name, site} & done.left.keys():
-            done.left[site] = "not seen: no matmul of it came to the backend in this forward"
+            row = job.found.not_seen.get(site)
+            why = "not seen: no matmul of it came to the backend in this forward"
+            done.left[site] = row.why if row else why
         for key in job.left_tensors(done, name, shape):
             found[module_name(key)] = None
     return list(found)

@@ -47,33 +47,33 @@ def export(
     as the codes that their forward multiplies, bit for bit, and everything else as it is.
 
     Args:
-        model: trained, compiled by this backend or not, on any device; also under DDP, FSDP2 or
-            tensor parallelism, where every rank calls this, and the first that names ``folder``
-            writes: each pipeline stage takes a folder of its own.
-        folder: where to write; must not be there yet, or be empty.
+        model: a trained model on any device, compiled by this backend or not. Under DDP, FSDP2 or
+            tensor parallelism every rank calls this function, and the first rank that names
+            ``folder`` writes. Each pipeline stage needs a folder of its own.
+        folder: the folder to write, which must be empty or not exist yet.
         format: "compressed-tensors", "modelopt", or "safetensors", which holds every recipe.
-        activations: "weight-only"; "static", a stored scale for each layer's activations, from
-            ``calibration`` or ``telemetry``; "dynamic" where the format knows it (MXFP4).
-        options: those of the training, as for torch.compile. By default those that the model was
-            compiled with in this process, by itself or in a function; for any other model those of
-            the file that Q2COMPILE_CONFIG names. If only parts were compiled, the rest is left.
-        example_inputs: what the model is called with, once: a mapping of keyword arguments, a tuple
-            of arguments, or one argument. Not needed for models of transformers that take tokens
-            and pictures only.
-        autocast: the dtype of training's autocast; torch.float32 for training in fp32 without.
-            By default the model runs as this function is called.
-        calibration: batches, each as ``example_inputs``, for static scales.
+        activations: "weight-only"; "static", with a stored scale for each layer's activations, from
+            ``calibration`` or ``telemetry``; "dynamic" if the format has it (MXFP4).
+        options: the options of the training, as for torch.compile. By default they are those that
+            the model was compiled with in this process, by itself or in a function, or else those
+            in the file that Q2COMPILE_CONFIG names. If only parts were compiled, the rest is left.
+        example_inputs: the inputs for one call of the model: a mapping of keyword arguments, a
+            tuple of arguments, or one argument. Models of transformers that take only tokens and
+            pictures do not need it.
+        autocast: the dtype of the autocast in training; torch.float32 for training in fp32 without
+            autocast. By default the model runs under the autocast of the caller.
+        calibration: batches for static scales, each in the form of ``example_inputs``.
         telemetry: a folder of the option ``telemetry``, for static scales.
-        inexact: what to do with a layer whose codes the format can't hold as they are: "raise", or
-            "leave" it in the precision of its parameter, which `Exported.left` says.
+        inexact: what to do with a layer whose codes the format can't hold exactly: "raise" an
+            error, or "leave" the layer in the precision of its parameter (see `Exported.left`).
         tokenizer: a tokenizer or processor to save beside a Hugging Face model.
-        max_shard_bytes: the size of a file at most: a number of bytes, or "5GB", "500MB", "2GiB".
+        max_shard_bytes: the largest size of a file: a number of bytes, or "5GB", "500MB", "2GiB".
 
     Returns what was written, layer by layer, and what was left and why.
 
-    Raises ConfigError, a ValueError, with nothing written: for arguments that can't be used, a
-    folder that is not empty, a model whose options or inputs are not known, weights on "meta", no
-    taken layer, and under ``inexact="raise"`` for codes that the format can't hold.
+    Raises ConfigError, a ValueError, and writes nothing if an argument can't be used, if the folder
+    is not empty, if the model's options or inputs are not known, if weights are on "meta", if no
+    layer is taken, or, with ``inexact="raise"``, if the format can't hold some codes.
     """
     one_of("format of export", format, FORMATS)
     one_of("activations of export", activations, ACTIVATIONS)
@@ -83,7 +83,7 @@ def export(
     ranks = Ranks(folder, model)
     path = ranks.on_first(lambda: checked_folder(folder))
     if find_spec("safetensors") is None:
-        raise ConfigError("export: writing takes the package safetensors: pip install safetensors")
+        raise ConfigError("export: writing needs safetensors: pip install safetensors")
     _check_sources(activations, calibration, telemetry)
     _check_model(model, autocast)
     config = options_of_training(compiled, options)
@@ -146,7 +146,8 @@ def _checked_format(
 ) -> Format:
     """The format's variant for the layers found. Raises ConfigError for what can't be exported."""
     if not found.uses:
-        why = "; ".join(f"{site}: {reason}" for site, reason in list(found.left.items())[:3])
+        left = {**found.left, **{site: row.why for site, row in found.not_seen.items()}}
+        why = "; ".join(f"{site}: {reason}" for site, reason in list(left.items())[:3])
         raise ConfigError(
             "export: the policy and the recipe leave no layer with 4-bit codes in its forward"
             f"{' (' + why + ')' if why else ''}. A model whose forward is bf16 is saved as it is, "
@@ -158,7 +159,7 @@ def _checked_format(
         raise ConfigError(
             f"export: the forward of {full[0]!r} and {len(full) - 1} more runs in float32 here. "
             "Training under bf16 autocast quantizes the weights as bf16: pass "
-            "autocast=torch.bfloat16; or autocast=torch.float32 if it trained in float32"
+            "autocast=torch.bfloat16, or autocast=torch.float32 if it trained in float32"
         )
     if eight := [u.site for u in uses if SCHEMES[u.fprop.b.scheme].is_tensorwise]:
         raise ConfigError(

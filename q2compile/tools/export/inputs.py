@@ -61,10 +61,12 @@ def traced(
             f"export: {type(model).__name__} can't be called with made-up {', '.join(made_up)} "
             f"({type(error).__name__}: {text}); {_ADVICE}"
         ) from error
-    if found.not_seen:
+    # Weights smaller than a block would have no codes.
+    missed = [site for site, row in found.not_seen.items() if min(row.shape[-2:]) >= 16]
+    if missed:
         raise ConfigError(
-            f"export: made-up inputs ({', '.join(made_up)}) do not reach {len(found.not_seen)} "
-            f"layer(s) that the policy quantizes, {found.not_seen[0]!r} first; {_ADVICE}"
+            f"export: made-up inputs ({', '.join(made_up)}) do not reach {len(missed)} "
+            f"layer(s) that the policy quantizes, {missed[0]!r} first; {_ADVICE}"
         )
     return found
 

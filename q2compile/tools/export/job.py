@@ -67,7 +67,7 @@ class Exported:
             "global_scale", and "input_scale" with static activations}
     left    name of a parameter, or a site -> why it keeps its precision
     tied    name of a parameter -> the name that the same tensor is written under
-    notes   what a reader should know before loading the folder with a loader named in them
+    notes   what to know before one of the loaders that they name loads the folder
     """
 
     folder: str

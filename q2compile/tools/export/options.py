@@ -55,9 +55,8 @@ def _check_names(places: set[str], config: Config) -> None:
     if places and "" not in places and resolved_policy(config).rules:
         raise ConfigError(
             f"export: in the training the names of this model's layers began with {min(places)!r}, "
-            "because a larger module or a function of several models ran it, and the policy goes "
-            "by those names. Export the larger module, or pass options= with names as they are "
-            "here"
+            "because a larger module or a function of several models ran it, and the policy uses "
+            "those names. Export the larger module, or pass options= with the names of this model"
         )
 
 

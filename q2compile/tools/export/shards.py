@@ -22,7 +22,8 @@ from q2compile.errors import ConfigError, shown
 def checked_folder(folder: str | os.PathLike[str]) -> Path:
     """``folder`` as a path that can be written. Raises ConfigError if something is there already,
     and if no folder can be made there: an export takes too long to find that out at its end."""
-    if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
+    named = str(os.fspath(folder)) if isinstance(folder, str | os.PathLike) else ""
+    if not named or "\0" in named:
         raise ConfigError(f"export: folder: got {shown(folder)}; allowed: a path")
     path = Path(folder).absolute()
     try:

@@ -57,18 +57,17 @@ class Trace:
     """Matmuls found in one or more forwards.
 
     uses    name of a parameter -> its matmuls
-    left    site -> why it is not taken; one that no forward has reached, too
+    left    site -> why a matmul of it is not taken
     amax    site -> largest |x| of its activations, 0-dim, in the batches that ran
     unmatched  a sentence for each pattern of the policy that matches nothing
-    not_seen   sites that the policy wants and that no forward has reached; not those whose weights
-               are smaller than a block
+    not_seen   site -> its row, if the policy wants it and no forward has reached it
     """
 
     uses: dict[str, list[WeightUse]] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
     amax: dict[str, Tensor] = field(default_factory=dict)
     unmatched: list[str] = field(default_factory=list)
-    not_seen: list[str] = field(default_factory=list)
+    not_seen: dict[str, Row] = field(default_factory=dict)
 
     def add(self, found: Matmul | NotTaken, names: Names, gemm: str, why: str, site: str) -> None:
         """Note one matmul with a parameter. gemm: the text of its forward; "" if not taken."""
@@ -176,8 +175,5 @@ def trace(
         raise_on_missed(rows)
         coverage.raise_on_unseen()
     found.unmatched = coverage.unmatched()
-    not_seen = {row.module: row for row in coverage.not_seen() if row.wanted}
-    for site, row in not_seen.items():
-        found.left.setdefault(site, row.why)
-    found.not_seen = [site for site, row in not_seen.items() if min(row.shape[-2:]) >= 16]
+    found.not_seen = {row.module: row for row in coverage.not_seen() if row.wanted}
     return found

@@ -46,13 +46,11 @@ def run_page(folder: str | Path, measured: bool = False) -> str:
     telemetry = None if records is None else read_folder(records)
     compared = None if comparison is None else read_comparison(comparison / _COMPARISON)
     name = folder.resolve().name
+    if measured and dump is None and (records is not None or compared is not None):
+        raise ConfigError(f"--measure times the matmuls of a dump, and {folder} holds no dump")
     if dump is None and records is not None:
-        if measured:
-            raise ConfigError("--measure times the matmuls of a dump; this folder has none")
         return report_page(name, [], _others(records), {}, telemetry=telemetry, comparison=compared)
     if dump is None and compared is not None:
-        if measured:
-            raise ConfigError("--measure times the matmuls of a dump; this folder has none")
         return report_page(name, rows_of_comparison(compared), [], {}, comparison=compared)
     rows, notes, graphs = read_dump(dump or folder)
     notes += [] if records is None else _others(records)

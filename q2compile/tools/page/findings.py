@@ -116,7 +116,7 @@ def _policy(found: Iterable[Rules], layers: _Layers, of_several: bool) -> Findin
     rules.sort(key=lambda rule: rule[1] == BF16)
     several = len(layers.given) > 1
     given = layers.given[0] if layers.given and not several else {}
-    what = "All of it as one policy" if of_several else "As a policy"
+    what = "All of this as one policy" if of_several else "As a policy"
     about = f"{what}, after the rules that are in force:" if given else f"{what}:"
     if several:
         about = "Rules for the end of the policy of each part:"
@@ -162,7 +162,7 @@ def _shares(comparison: Data | None, layers: _Layers) -> list[tuple[str, Rules]]
         return [(text, rules)]
     text = f"{what} but only {_percent(work)} of the quantized FLOPs."
     if not chosen:
-        text += f" That does not fit into the budget of q2compile compare, {limits['budget']:.0%}."
+        text += f" It costs more than the budget of q2compile compare, {limits['budget']:.0%}."
     return [(text, rules)]
 
 
@@ -186,8 +186,8 @@ def _slower(taken: Sequence[Data], layers: _Layers) -> list[tuple[str, Rules]]:
         every = [one for of in times for one in of]
         waits = _sum(every, "host_microseconds") > _sum(every, "gpu_microseconds")
         host = (
-            ", because the GPU waits for the host to launch their kernels; "
-            'options={"mode": "reduce-overhead"} makes that cheap'
+            ", because the GPU waits for the host to launch their kernels "
+            '(options={"mode": "reduce-overhead"} makes launches cheap)'
         )
         text = (
             "These layers are too small to gain from FP4, but fine for studying the loss: on a "
@@ -227,13 +227,13 @@ def _unknown(telemetry: Data | None, comparison: Data | None) -> list[tuple[str,
     sentences = []
     if telemetry is None:
         sentences.append(
-            'The errors of operands were not recorded: options={"telemetry": {"to": '
-            '"RUN/telemetry"}} records them.'
+            'To see the errors of operands, train with options={"telemetry": {"to": '
+            '"RUN/telemetry"}}.'
         )
     if comparison is None:
         sentences.append(
-            "It was not measured which layers cause the gradient's error: "
-            "q2compile compare FILE.py:FUNCTION --out RUN/compare measures it."
+            "To see which layers cause the gradient's error, run "
+            "q2compile compare FILE.py:FUNCTION --out RUN/compare."
         )
     return [(" ".join(sentences), {})] if sentences else []
 

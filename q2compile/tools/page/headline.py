@@ -109,7 +109,7 @@ def _saved(taken: Sequence[Mapping[str, Any]]) -> list[str]:
     if not elements:
         return []
     return [
-        f"For the backward pass the matmuls taken save {bytes_words(size)} where BF16 takes "
+        f"The quantized matmuls save {bytes_words(size)} for the backward pass, and in BF16 "
         f"{bytes_words(2 * elements)}: {8 * size / elements:.2f} bits per element instead of 16."
     ]
 
@@ -126,9 +126,9 @@ def _times(taken: Sequence[Mapping[str, Any]]) -> list[str]:
             sum(times[key] for times in measured if times["device"] == device)
             for key in ("microseconds", "bf16_microseconds")
         )
-        sentences.append(f"Measured on {device}, each alone: {time_words(own / bf16)}.")
+        sentences.append(f"Measured on {device}, one by one: {time_words(own / bf16)}.")
     if ratios and not measured:
-        sentences.append("Not measured: q2compile report --measure does that.")
+        sentences.append("To measure them on this machine, run q2compile report --measure.")
     return sentences
 
 

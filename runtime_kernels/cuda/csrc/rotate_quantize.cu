@@ -195,7 +195,7 @@ Q2_INLINE void store_dequantized(const Output& out, Tile tile, const Rows& rows,
   else staged.store_rows(rows, first, block);
 }
 
-// The same of quantize_by_products.
+// store_dequantized for the results of quantize_by_products, which are along two columns.
 Q2_INLINE void store_dequantized_products(const Output& out, Tile tile, int first, int second,
                                           const Pair (&x)[2][16], const Results& made,
                                           const Common& common) {

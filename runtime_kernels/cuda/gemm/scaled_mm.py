@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""q2::gemm of fp8 operands by torch._scaled_mm, on fp8 tensor cores.
+"""q2::gemm of fp8 operands by torch._scaled_mm, on fp8 tensor cores; and of mxfp4 operands where
+there are no fp4 ones, as e4m3 elements (ops/to_e4m3.py). Those are exact unless blocks lie more
+than 2^14 below the largest of their operand.
 
 The sums are as exact as a BF16 GEMM's (use_fast_accum=False). Fast accumulation, which keeps fewer
 bits between instructions, would gain about 2% of a step (examples/benchmarks/KERNEL_LOG.md). The
@@ -10,10 +12,11 @@ import torch
 from torch.nn.functional import pad
 
 from q2compile.runtime_kernels.cuda.gemm.operands import without_contraction
-from q2compile.runtime_kernels.cuda.jit.limits import capability_of, why_no_fp8
+from q2compile.runtime_kernels.cuda.jit.limits import capability_of, why_no_fp8, why_not_in_e4m3
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.ops.gemm import checked_gemm
-from q2compile.runtime_kernels.registry import SCALED_MM, kernel
+from q2compile.runtime_kernels.ops.table import TO_E4M3
+from q2compile.runtime_kernels.registry import CUDA, SCALED_MM, kernel, serves, warm_up
 
 UNIT = 16  # rows of the second operand, and the contraction, which quantizers pad
 
@@ -21,10 +24,22 @@ UNIT = 16  # rows of the second operand, and the contraction, which quantizers p
 def _unsupported(
     a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
 ) -> str | None:
-    for scheme in map(get_scheme, (a_scheme, b_scheme)):
-        if scheme.codes_dtype != torch.float8_e4m3fn:
-            return f"it multiplies fp8 codes, not {scheme.name}"
-    return why_no_fp8(capability_of(a_codes.device))
+    capability = capability_of(a_codes.device)
+    for *operand, scheme in (
+        (a_codes, a_scales, a_global, a_scheme),
+        (b_codes, b_scales, b_global, b_scheme),
+    ):
+        spec = get_scheme(scheme)
+        if spec.is_tensorwise and not spec.form:
+            continue
+        if spec.format != "mxfp4" or spec.form or b_global is None:
+            return f"it multiplies codes of fp8 and mxfp4, each with its scales, not {scheme}"
+        why = why_not_in_e4m3(capability)
+        if why is None and not serves(TO_E4M3, (*operand, scheme), (CUDA,)):
+            why = f"kernel {CUDA!r} of q2::{TO_E4M3} does not run"
+        if why is not None:
+            return why
+    return why_no_fp8(capability)
 
 
 def adds_bias(bias_dtype: torch.dtype | None, dtype: torch.dtype) -> bool:
@@ -32,7 +47,25 @@ def adds_bias(bias_dtype: torch.dtype | None, dtype: torch.dtype) -> bool:
     return bias_dtype is None or (bias_dtype == dtype and dtype.itemsize == 2)
 
 
-@kernel("gemm", SCALED_MM, device_type="cuda", unsupported=_unsupported)
+def _prepare(
+    a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
+) -> None:
+    for operand in (
+        (a_codes, a_scales, a_global, a_scheme),
+        (b_codes, b_scales, b_global, b_scheme),
+    ):
+        if not get_scheme(operand[-1]).is_tensorwise:
+            warm_up(TO_E4M3, operand)
+
+
+def _in_e4m3(codes, scales, global_scale, scheme: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The elements of an operand, and the scale of all."""
+    if get_scheme(scheme).is_tensorwise:
+        return codes, global_scale
+    return torch.ops.q2.to_e4m3(codes, scales, global_scale, scheme)
+
+
+@kernel("gemm", SCALED_MM, device_type="cuda", unsupported=_unsupported, prepare=_prepare)
 def gemm_scaled_mm(
     a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
 ) -> torch.Tensor:
@@ -41,16 +74,18 @@ def gemm_scaled_mm(
     rows = b_codes.shape[0]
     if 0 in (*a_codes.shape, rows):
         return without_contraction(a_codes, b_codes, bias, dtype)
+    a, a_scale = _in_e4m3(a_codes, a_scales, a_global, a_scheme)
+    b, b_scale = _in_e4m3(b_codes, b_scales, b_global, b_scheme)
     inside = adds_bias(None if bias is None else bias.dtype, dtype)
     missing, added = -rows % UNIT, bias if inside else None
     if missing:
-        b_codes = pad(b_codes.view(torch.uint8), (0, 0, 0, missing)).view(b_codes.dtype)
+        b = pad(b.view(torch.uint8), (0, 0, 0, missing)).view(b.dtype)
         added = None if added is None else pad(added, (0, missing))
     out = torch._scaled_mm(
-        a_codes.contiguous(),
-        b_codes.contiguous().t(),
-        a_global,
-        b_global,
+        a.contiguous(),
+        b.contiguous().t(),
+        a_scale,
+        b_scale,
         bias=added,
         out_dtype=dtype if inside else torch.float32,
         use_fast_accum=False,

@@ -271,11 +271,6 @@ def architecture(index: int) -> str:
     return found
 
 
-def multiplies_codes(index: int) -> bool:
-    """Whether the device has fp4 tensor cores, and so GEMMs that read codes."""
-    return limits.family_of(torch.cuda.get_device_capability(index)) is not None
-
-
 def driver_cuda() -> tuple[int, int] | None:
     """The CUDA version of the driver; None where there is none."""
     asked = getattr(torch._C, "_cuda_getDriverVersion", None)

@@ -125,6 +125,14 @@ def why_no_fp8(capability: Version) -> str | None:
     return f"fp8 tensor cores begin with compute capability 8.9, this is {_dotted(capability)}"
 
 
+def why_not_in_e4m3(capability: Version) -> str | None:
+    """None for GPUs whose fp8 tensor cores multiply MXFP4 operands, because they have no fp4 ones;
+    otherwise the reason in words."""
+    if capability >= (10, 0):
+        return f"compute capability {_dotted(capability)} multiplies MXFP4 codes"
+    return why_no_fp8(capability)
+
+
 def why_no_dot_scaled(capability: Version, triton: Version | None) -> str | None:
     """None if Triton compiles tl.dot_scaled to fp4 tensor-core instructions, otherwise the reason
     in words."""

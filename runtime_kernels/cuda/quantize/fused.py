@@ -118,22 +118,23 @@ def rejection(
     return checks.rejection(_request(index, call, operands, dtype))
 
 
-def begin(index: int, call: QuantizerCall, operands: int = 1) -> None:
-    """Starts that self-check of bf16 operands, unless its result is known; threads compile its
-    kernels."""
-    request = _request(index, call, operands, torch.bfloat16)
-    prologue = representative(operands)
-    one_or_fits = operands == 1 or no_pair(prologue, call, index) is None
-    if one_or_fits and not checks.is_known(request):
-        checks.begin(request, prepare(prologue, call, index))
-
-
 def _request(index: int, call: QuantizerCall, operands: int, dtype: torch.dtype) -> Request:
     device = torch.device("cuda", index)
     how = call.scheme.name, call.transform.name, call.variant, operands, dtype
     seeds = {operand.seed_name: ... for operand in call.operands if operand.seed is not None}
     _, keywords = call.replace(x=None, **seeds).written()
     return Request((QUANTIZE, FUSED, device, *how), __name__, (device, keywords, operands, dtype))
+
+
+def compiling(
+    device: torch.device,
+    keywords: dict[str, Any],
+    operands: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+) -> list[Future]:
+    """Threads that compile what `disagreement` launches."""
+    call = QuantizerCall.named(QUANTIZE, **keywords, x=None)
+    return prepare(representative(operands, dtype), call, device.index)
 
 
 def disagreement(

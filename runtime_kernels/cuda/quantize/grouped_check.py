@@ -83,18 +83,10 @@ def rejection(group: Group, device: torch.device) -> str | None:
     Raises:
         LaunchError: it is still to be checked, and a CUDA graph is being captured.
     """
-    return checks.rejection(_request(group, device)) if device.type == "cuda" else None
+    return checks.rejection(request_of(group, device)) if device.type == "cuda" else None
 
 
-def begin(group: Group, device: torch.device, after: Sequence[Future] | None = None) -> None:
-    """Starts that self-check, unless its result is known. after: threads that compile its kernels;
-    by default they are started."""
-    request = _request(group, device)
-    if not checks.is_known(request):
-        checks.begin(request, _compiled(group, device) if after is None else after)
-
-
-def _compiled(group: Group, device: torch.device) -> list[Future]:
+def compiling(device: torch.device, group: Group) -> list[Future]:
     """Threads that compile the kernels of a group."""
     with apart(torch.device("cpu")):
         cases = [(op_of(call[0]), [_arguments(n, *call)]) for n, call in enumerate(group.calls)]
@@ -103,7 +95,8 @@ def _compiled(group: Group, device: torch.device) -> list[Future]:
     return compile_ahead(found, device.index) + of_calls
 
 
-def _request(group: Group, device: torch.device) -> Request:
+def request_of(group: Group, device: torch.device) -> Request:
+    """The self-check of a group."""
     return Request((op_of(group.calls[0][0]), GROUPED, device, group), __name__, (device, group))
 
 

@@ -5,7 +5,7 @@ recipes, forward and backward. Training checks all of its own before their first
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from q2compile.runtime_kernels.cuda.checked_cases import (
     BOTH,
@@ -37,22 +37,23 @@ _BACKWARD = (
 _ROW, _COLUMN = (0, 2), (0, 5)  # the global scales of a first call with both operands
 
 
-def groups_of_recipes(codes: bool) -> Iterator[Group]:
-    """Groups that the recipes launch. codes: whether the GPU's GEMMs read codes, with swizzled
-    scales and one product of global scales; else dequantized operands."""
+def groups_of_recipes(forms: Mapping[str, str]) -> Iterator[Group]:
+    """Groups that the recipes launch. forms: of the operands that GEMMs read, by format; those with
+    swizzled scales take one product of global scales."""
+    codes = forms["nvfp4"] == SWIZZLED
     for variant, scheme in _FORWARD:
         calls = [(variant, scheme + SWIZZLED * codes)] * 2
         yield _group(calls, [ScaleProduct(_ROW, (1, 2))] if codes else [])
-    for scheme in () if codes else OF_FORMAT.values():
+    for scheme in (OF_FORMAT[of] for of, form in forms.items() if form == DEQUANTIZED):
         yield Group(((DEQUANTIZE, scheme), (DEQUANTIZE, scheme)))
-    form = SWIZZLED if codes else DEQUANTIZED
     for dbias in (False, True):
         for scheme, transform, variant in _BACKWARD:
+            form = forms[get_scheme(scheme).format]
             dy = used(BOTH._replace(dbias=dbias), transform), scheme + form
             other = used(variant, transform), scheme + form
             products = [ScaleProduct(_ROW, (1, 2)), ScaleProduct(_COLUMN, (2, 2))] if codes else []
             yield _group([dy, other, other], products)
-        dy = used(COLUMNWISE._replace(dbias=dbias), "h32"), "mxfp4_rceil" + form
+        dy = used(COLUMNWISE._replace(dbias=dbias), "h32"), "mxfp4_rceil" + forms["mxfp4"]
         yield _group([dy, dy], [])
     yield from _of_nvfp4(codes)
 

@@ -16,9 +16,11 @@ import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import eager_reads
 import expert_parallel
 import recorded
 import torch
@@ -27,7 +29,6 @@ from in_graph_gathers import in_graph, in_graph_experts
 from recorded import (
     BF16,
     LONG,
-    MANY,
     SEQ,
     STEPS,
     Attach,
@@ -81,6 +82,7 @@ def build(
     roots: bool = False,
     compiled: bool = True,
     far_apart: bool = False,
+    sharded: bool = True,
     **kwargs: Any,
 ) -> Any:
     """A model under fully_shard, and the function to call. Blocks are compiled one by one, or
@@ -103,9 +105,9 @@ def build(
             model.layers[i] = layer = checkpoint_wrapper(layer)
         if compiled and not whole:
             layer.compile(backend="quartet2", options=options)
-        if not root_only:
+        if sharded and not root_only:
             fully_shard(layer, **kwargs)
-    if not roots:
+    if sharded and not roots:
         fully_shard(model, **kwargs)
     return model, torch.compile(model, backend="quartet2", options=options) if whole else model
 
@@ -239,25 +241,6 @@ def read_by_others(attach: Attach) -> Run:
     return training.done()
 
 
-def read_in_the_middle(attach: Attach) -> Run:
-    """Code that is not compiled reads two blocks' weights after the blocks have run. Another model
-    of the process is then read by another backend."""
-    training = Training(*build(root_only=True), attach).steps(3)
-    layers = training.model.layers
-    average = torch.compiler.disable(lambda *_: [layer.up.weight.data.clone() for layer in layers])
-    training.model.norm.register_forward_pre_hook(lambda *args: (average(), None)[1])
-    try:
-        training.steps(1)
-    except RuntimeError as error:
-        training.run.notes["error"] = str(error)
-    other = Training(*build(root_only=True), attach).steps(3)
-    for layer in other.model.layers:
-        layer.compile(backend="aot_eager")
-    with torch.no_grad():
-        other.run.losses.append(of_tokens(other.model, 0, 0).item())
-    return training.done()
-
-
 def changed(attach: Attach) -> Run:
     """Shards in other tensors: load_state_dict(assign=True), .to(); and in the same. Then the
     forward's late switch to bf16, and back."""
@@ -377,7 +360,6 @@ RECIPES = {"layers.0.gate": "quartet2", "layers.0.up": "nvfp4", "layers.0.down":
 RECIPES |= {"layers.1.gate": "mxfp4_2d", "layers.1.up": "tetrajet2"}
 RECIPES |= {"layers.1.down": "quartet2_search", "head": "quartet2"}
 all_recipes = simple(
-    MANY,
     options={"policy": RECIPES},
     policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
     gated=True,
@@ -404,7 +386,10 @@ SCENARIOS: dict[str, Callable[[Attach], Run]] = {
     "attached_late": attached_late,
     "evaluated": evaluated,
     "read_by_others": read_by_others,
-    "read_in_the_middle": read_in_the_middle,
+    "absorbed": partial(eager_reads.absorbed, build),
+    "hooked": partial(eager_reads.hooked, build),
+    "hooked_inside": partial(eager_reads.hooked_inside, build),
+    "hidden": partial(eager_reads.hidden, build),
     "changed": changed,
     "killed": killed,
     "resumed": resumed,
@@ -414,7 +399,6 @@ SCENARIOS: dict[str, Callable[[Attach], Run]] = {
     "in_graph_experts": in_graph_experts,
 }
 ON_FOUR: dict[str, Callable[[Attach], Run]] = {
-    "recipes": all_recipes,
     "hsdp": simple(4, mesh=(2, 2)),
     "to_two": simple(1, reshard_after_forward=2),
     "uneven_four": simple(inner=90),
@@ -426,7 +410,7 @@ ALONE = (
     "killed",
     "resumed",
     "to_two",
-    "read_in_the_middle",
+    "hidden",
 )  # compared with no run, or with one that others have
 SAME = {
     **dict.fromkeys(("whole_blocks", "offloaded", "attached_late", "not_compilable"), "quartet2"),

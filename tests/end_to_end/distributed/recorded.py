@@ -21,7 +21,7 @@ from q2compile.report.report import RunReport, collector
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 all_reduce = dist.all_reduce
-BATCH, SEQ, STEPS, LONG, MANY = 4, 32, 5, 8, 20
+BATCH, SEQ, STEPS, LONG = 4, 32, 5, 8
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 Attach = Callable[[nn.Module], int]
 

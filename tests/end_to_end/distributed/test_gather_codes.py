@@ -26,9 +26,10 @@ from training import HIDDEN, LAYERS, VOCAB
 Found = list[dict[str, Any]]  # of each rank: scenario -> Run
 FORMS = ["quartet2", "recipes", "whole_blocks", "uneven_checkpointed", "uneven_kept", "changed"]
 FORMS += ["attached_late", "evaluated", "fp32_columns", "not_compiled", "bare", "experts_rows"]
-FORMS += ["offloaded", "not_compilable", "read_by_others", "fp8"]
+FORMS += ["offloaded", "not_compilable", "read_by_others", "fp8", "absorbed", "hooked"]
+FORMS += ["hooked_inside"]
 IN_GRAPH = ["in_graph", "in_graph_experts"]
-FOUR = ["recipes", "hsdp", "two_dimensional", "expert_parallel"]
+FOUR = ["square_four", "hsdp", "two_dimensional", "expert_parallel"]
 FAULTS = ["fault_policy", "fault_model", "fault_attach"]
 PAIR = LAYERS * 2 * HIDDEN * 128  # elements of the weights in blocks
 # Bytes for each element: a code, a block's scale, and QuEST's mask.
@@ -52,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two(folder: Path) -> Found:
-    return run(folder, 2, [*FORMS, *IN_GRAPH, "read_in_the_middle", "killed"], killed=True)
+    return run(folder, 2, [*FORMS, *IN_GRAPH, "hidden", "killed"], killed=True)
 
 
 @pytest.fixture(scope="module")
@@ -99,26 +100,25 @@ def test_bytes_on_the_wire(two: Found) -> None:
     assert two[0]["quartet2"].count == 2 + 2 * LAYERS  # the eager embedding and head may be, too
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_bytes_of_all_recipes(ranks: int, two: Found, four: Found) -> None:
-    """20 steps of a compiled model under one fully_shard: each weight is gathered once in a step,
-    the head as codes, too."""
-    elements = dict.fromkeys(worker.RECIPES, HIDDEN * 128 / ranks)
-    elements["head"] = HIDDEN * VOCAB / ranks
+def test_bytes_of_all_recipes(two: Found) -> None:
+    """A compiled model under one fully_shard: each weight is gathered once in a step, the head as
+    codes, too."""
+    elements = dict.fromkeys(worker.RECIPES, HIDDEN * 128 / 2)
+    elements["head"] = HIDDEN * VOCAB / 2
     saved = sum((2 - BYTES[worker.RECIPES[name]]) * n for name, n in elements.items())
-    for rank in two if ranks == 2 else four:
+    for rank in two:
         run, plain = rank["recipes"], rank["recipes.plain"]
-        assert run.bytes == [plain.bytes[0]] * 2 + [plain.bytes[0] - saved] * (worker.MANY - 2)
+        assert run.bytes == [plain.bytes[0]] * 2 + [plain.bytes[0] - saved] * (worker.STEPS - 2)
         assert run.why == dict.fromkeys(worker.RECIPES, "gathers codes")
 
 
 def test_bytes_to_agree_on(two: Found) -> None:
-    """Each forward after the first reduces four numbers for each weight that is gathered as codes,
-    and three for others. A run without gather_codes has no such collective."""
+    """Each forward after the first reduces one byte for each weight, and four numbers for one that
+    is gathered as codes, three for others. A run without gather_codes has no such collective."""
     weights, others = 2 * LAYERS, 2
     for rank in two:
-        assert rank["quartet2"].reduced[:2] == [0, 12 * (weights + others)]
-        assert set(rank["quartet2"].reduced[2:]) == {16 * weights + 12 * others}
+        assert rank["quartet2"].reduced[:2] == [0, 13 * (weights + others)]
+        assert set(rank["quartet2"].reduced[2:]) == {17 * weights + 13 * others}
         assert set(rank["quartet2.plain"].reduced) == {0}
 
 
@@ -172,6 +172,8 @@ def test_bytes_of_columns_and_of_tensor_parallel_parts(two: Found, four: Found) 
     assert run.bytes[0] - run.bytes[-1] == (2 - BYTES["quartet2"]) * elements
     run = four[0]["hsdp"]
     assert run.bytes[0] - run.bytes[-1] == (2 - BYTES["quartet2"]) * PAIR
+    run = four[0]["square_four"]  # a quarter of the weights, 192 wide, on each rank
+    assert run.bytes[0] - run.bytes[-1] == (2 - BYTES["nvfp4"]) * PAIR * 192 // 128 // 2
 
 
 def test_bytes_of_fp8(two: Found) -> None:
@@ -247,10 +249,32 @@ def test_other_readers_get_values(two: Found) -> None:
         assert run.bytes[2] == run.bytes[-1] < 0.5 * run.bytes[0]
 
 
-def test_a_read_in_the_middle_is_an_error(two: Found) -> None:
+def test_eager_readers_get_values(two: Found) -> None:
+    """On the rank that has a hook; all ranks gather values, besides codes, of what it may read."""
+    for rank, counts in zip(two, ((2 * LAYERS, 4), (1, 0)), strict=True):
+        for name, count in zip(("hooked", "hooked_inside"), counts, strict=True):
+            own, plain = (rank[key].notes["read"] for key in (name, f"{name}.plain"))
+            assert len(own) == len(plain) == count, name
+            assert all(map(torch.equal, own, plain)), name
+        run = rank["hooked"]
+        layerwise, at_once = run.bytes[:6], run.bytes[6:]
+        assert layerwise[3] - layerwise[2] == 2 * PAIR / LAYERS
+        assert at_once[3] - at_once[2] == PAIR
+        for found in (layerwise, at_once):
+            assert found[4] == found[5] == found[2] < found[0]
+
+
+def test_a_forward_that_names_a_weight_gets_values(two: Found) -> None:
+    """And codes, which the compiled module inside multiplies."""
+    for rank in two:
+        first, *_, last = rank["absorbed"].bytes
+        assert last - first == BYTES["quartet2"] * PAIR
+
+
+def test_a_hidden_read_is_an_error(two: Found) -> None:
     """It names the weight. A torch without CUDA raises it at the end of the forward."""
     for rank in two:
-        run = rank["read_in_the_middle"]
+        run = rank["hidden"]
         assert not run.error, run.error
         assert run.notes["error"].startswith("gather_codes: 'layers.0.up.weight' was read in the m")
 

@@ -199,7 +199,7 @@ def test_lists_of_subscripts():
     graph = Graph()
     x, w = graph.activation(32, 32), graph.parameter(32, 32)
     (row,) = check(graph, *graph.call(torch.einsum, (x, [0, 1], w, [2, 1], [0, 2]), {}))
-    assert row.why == "einsum of other than two operands with an equation"
+    assert row.why == "einsum that is not of two operands with an equation"
 
 
 # ---- a fault of ours ----------------------------------------------------------------------------

@@ -225,9 +225,22 @@ def test_emulated_gemms_are_bf16s():
     assert all(found[name] == plain[name] for name in ALL)
     # A global scale that is no power of two: GEMM results are written in fp32, and the next op
     # reads fp32.
-    (product,) = [s for s in recipe_steps(resolve("mxfp4"), layer, ALL) if s.what == "dgrad"]
+    exact = resolve("tetrajet2", global_scale="exact")
+    (product,) = [s for s in recipe_steps(exact, layer, ALL) if s.what == "dgrad"]
     assert product.bits + product.bits_before == plain["dgrad"].bits + 2 * 16 * T * K
     assert product.launches == 1 and w == N * K
+
+
+def test_gemms_of_mxfp4_are_fp8s_on_a_hopper():
+    """Their operands are made e4m3 by two launches, the first of which reads scales."""
+    layer = Layer(T, N, K, emulated=True)
+    found = {s.what: s for s in recipe_steps(resolve("mxfp4"), layer, ALL)}
+    product, elements = found["dgrad"], found["e4m3 dy"]
+    assert (product.kind, product.launches) == ("fp8", 1)
+    assert product.bits == 8 * (T * N + N * K) + 16 * T * K
+    assert elements.bits == (4.25 + 8) * T * N and elements.launches == 2
+    assert elements.bits_before == 0.25 * T * N
+    assert found["fprop"].kind == "bf16"
 
 
 def speeds(*shape, recipe=QUARTET2, **options):

@@ -22,7 +22,8 @@ def text(file: str) -> str:
 
 def test_every_list_of_recipes_has_each():
     """In the order of RECIPES, where a reader sees it: types, papers, the README and the guide of
-    options, colors of the report page, examples/paper_tables.py. The README links each paper."""
+    options, colors of the report page, examples/paper_tables.py. The README links each paper, and
+    the guide says when to take which."""
     row = r"^\| `(\w+)` \| (.*?) +\|"
     linked = r"\[(.*arXiv (\S+))\]\(https://arxiv.org/abs/\2\)"
     listed = dict(re.findall(row, re.sub(linked, r"\1", text("README.md")), re.MULTILINE))
@@ -31,6 +32,8 @@ def test_every_list_of_recipes_has_each():
     page = text("examples/guides/configure.md")
     (others,) = re.findall(r'"recipe": "quartet2",  # or (.*), or ', page)
     assert ["quartet2", *others.split(", ")] == list(RECIPES)
+    (when,) = re.findall(r"\| you want \| recipe \|\n(.*?)\n\n", page, re.DOTALL)
+    assert {*re.findall(r"`(\w+)`", when)} == set(RECIPES)
     page = text("q2compile/tools/page/static/model.js")
     colors = re.search(r"KNOWN_RECIPES = \[(.*?)\]", page, re.DOTALL)
     tables = re.search(r"RECIPES = \((.*?)\n\)", text("examples/paper_tables.py"), re.DOTALL)
@@ -77,7 +80,7 @@ def test_an_operand_of_ones_own():
     ("spec", "said"),
     [
         (3, "recipe: got 3 (int)"),
-        ({"base": "quartet2", "recipe": "bf16"}, "either 'recipe' or 'base'"),
+        ({"base": "quartet2", "recipe": "bf16"}, "both 'recipe' and 'base'"),
         ({"base": "quartet2", "wgrad": {"w": {}}}, "unknown operand of wgrad 'w'"),
         ({"base": "quartet2", "wgrad": {"x": {"schema": "a"}}}, "did you mean 'scheme'?"),
         ({"base": "quartet2", "wgrad": {"x": {"scheme": "nvfp5"}}}, "did you mean 'nvfp4'?"),

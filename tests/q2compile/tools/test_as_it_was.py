@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`explain` and `compare` leave the model as it was."""
+"""`explain`, `compare` and `export` leave the model as it was."""
+
+import copy
 
 import pytest
 import torch
 from torch import nn
 
-from q2compile import compare, explain
+from q2compile import compare, explain, export
 from q2compile.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -34,7 +36,7 @@ class Net(nn.Module):
 
 
 def state_of(model, x):
-    buffers = {n: (b, b.clone()) for n, b in model.named_buffers() if n != "cache"}
+    buffers = {n: (b, b.clone()) for n, b in model.named_buffers()}
     gradients = {n: (p.grad, p.grad.clone()) for n, p in model.named_parameters()}
     flags = {n: m.training for n, m in model.named_modules()}
     versions = {n: p._version for n, p in model.named_parameters()}
@@ -88,7 +90,6 @@ def test_a_model_is_what_it_was(way, breaks):
         given = {"model": lambda m: m, "function": in_a_function, "compiled model": torch.compile}
         explain(given[way](model), x, options=EAGER)
     assert_same(was, state_of(model, x))
-    assert model.cache.shape == (2,)
 
 
 class Flips(nn.Module):
@@ -113,3 +114,98 @@ def test_compare_of_a_function_says_what_it_takes():
     for given in (lambda x: model(x), model.forward, 3):
         with pytest.raises(ConfigError, match="for a model; allowed: an nn.Module"):
             compare(given, [torch.randn(4, 32)])
+
+
+class Cache:
+    """A cache of keys that is no module."""
+
+    def __init__(self):
+        self.keys, self.calls = [], 0
+
+
+class Changing(nn.Module):
+    """Its forward changes all that a module may hold but parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.extra = nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Linear(32, 32)
+        self.register_buffer("mean", torch.zeros(32))
+        self.register_buffer("grown", torch.zeros(1, 32))
+        self.register_buffer("resized", torch.zeros(1))
+        self.register_buffer("swapped", torch.zeros(2))
+        self.register_buffer("hidden", torch.zeros(3), persistent=False)
+        self.register_buffer("deleted", torch.ones(3))
+        self.register_buffer("later", None)
+        self.calls, self.cache, self.seen = 0, Cache(), {"rows": []}
+        self.plain = torch.zeros(2)
+
+    @torch.compiler.disable
+    def change(self, x):
+        self.norm.train()(x)
+        self.mean.mul_(0.5).add_(x.mean(0))  # of a graph that requires a gradient
+        self.grown = torch.cat([self.grown, x[:1].detach()])
+        self.resized.resize_(4).fill_(1)
+        self.swapped.data = torch.ones(5)
+        self.hidden += 1
+        self.plain += 1
+        if "deleted" in self._buffers:
+            del self.deleted
+        self.later = torch.ones(2)
+        self.register_buffer("new", torch.ones(2), persistent=False)
+        if self.calls == 0:  # lazily, once
+            self.lazy = nn.Linear(32, 32)
+            self.scale = nn.Parameter(torch.ones(32))
+        self.calls += 1
+        self.cache.calls += 1
+        self.cache.keys.append(x.detach())
+        self.seen["rows"].append(len(x))
+        self.extra.weight.requires_grad_(False)
+        torch.rand(3)
+
+    def forward(self, x):
+        x = self.up(x)
+        self.change(x)
+        return x
+
+
+def held_by(model):
+    state = {n: t.detach().clone() for n, t in model.state_dict().items()}
+    buffers = {n: (id(b), b.requires_grad, b.tolist()) for n, b in model.named_buffers()}
+    attributes = (model.calls, model.plain.tolist(), copy.deepcopy(model.seen))
+    attributes += (model.cache.calls, len(model.cache.keys), list(vars(model)))
+    flags = {n: (m.training, list(m._buffers)) for n, m in model.named_modules()}
+    parameters = {n: (id(p), p.requires_grad, id(p.grad)) for n, p in model.named_parameters()}
+    return state, (buffers, attributes, flags, parameters, torch.get_rng_state().tolist())
+
+
+@pytest.mark.parametrize("way", ["explain", "function", "export"])
+def test_all_that_a_forward_changes_is_restored(way, tmp_path):
+    """An export also writes the tensors of before."""
+    model, x = Changing(), torch.randn(4, 32)
+    model.up.weight.grad = torch.ones(32, 32)
+    model.norm.eval()
+    state, was = held_by(model)
+    if way == "export":
+        from safetensors.torch import load_file
+
+        done = export(
+            model,
+            tmp_path / "out",
+            format="safetensors",
+            options={},
+            example_inputs=x,
+            autocast=torch.bfloat16,
+        )
+        written = load_file(tmp_path / "out" / "model.safetensors")
+        assert list(done.layers) == ["up.weight"]
+        rest = {n: t for n, t in written.items() if not n.startswith("up.weight")}
+        assert rest.keys() == state.keys() - {"up.weight"}
+        assert all(torch.equal(t, state[n]) for n, t in rest.items())
+    else:
+        explain(model if way == "explain" else lambda x: model(x), x, options=EAGER)
+    now, same = held_by(model)
+    assert same == was
+    assert now.keys() == state.keys() and all(torch.equal(t, state[n]) for n, t in now.items())
+    copy.deepcopy(model)
+    model(x)
+    assert model.calls == 1 and model.grown.shape == (2, 32)

@@ -46,8 +46,6 @@ def test_doctor_lists_what_fails_and_goes_on(candidate, capsys):
         for kernel in registry.kernels("gemm")[:5]
         for scheme in schemes
     ]
-    for row in rows:
-        row.begins = []
     print(*doctor.kernel_lines(rows, True, True), sep="\n")
     out = capsys.readouterr().out
     assert len(out.splitlines()) == 5 * len(schemes) + 1
@@ -125,7 +123,6 @@ def test_doctor_checks_again_what_is_rejected(monkeypatch, tmp_path, capsys):
             kernel_rows.KernelRow(
                 *("gemm", how, "gemm", "nvfp4"),
                 asks=[functools.partial(checks.rejection, asked[how])],
-                begins=[],
             )
             for how in ("right", "wrong", "raises")
         ],

@@ -91,7 +91,7 @@ def test_a_given_amax_is_the_scale():
         (lambda x: quantize(x[0, 0]), "one dimension or more"),
         (lambda x: quantize(x[None], transpose=True), "takes a matrix, got 3"),
         (lambda x: quantize(x.int()), "float32, bfloat16 or float16, got torch.int32"),
-        (lambda x: quantize(x, "nvfp4_16x16", transform="rht16", seed=0), "one row a block"),
+        (lambda x: quantize(x, "nvfp4_16x16", transform="rht16", seed=0), "one row per block"),
         (lambda x: quantize(x, "nvfp4_sr", seed=2**64), "64 bits"),
         (lambda x: quantize(x, transform="h32", amax=x.max()), "pass no amax"),
     ],

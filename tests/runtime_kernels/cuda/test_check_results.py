@@ -39,6 +39,19 @@ def of_a_new_process(monkeypatch, request=REQUEST, answer=None) -> tuple[str | N
     return checks.rejection(request), bool(ran)
 
 
+def test_rejections_are_known_by_their_names(monkeypatch) -> None:
+    """As soon as they are stored. They are part of the keys of Inductor's caches."""
+    assert of_a_new_process(monkeypatch) == (None, True)
+    assert check_results.rejections() == ()
+    with pytest.warns(KernelWarning):
+        of_a_new_process(monkeypatch, OTHER, "1 of 9 codes differ")
+    (name,) = check_results.rejections()
+    assert name == check_results._path(OTHER).stem
+    forget_checks()
+    assert check_results.rejections() == (name,)
+    assert check_results.forget_rejections() and check_results.rejections() == ()
+
+
 def test_of_the_same_gpu_versions_and_sources(monkeypatch, tmp_path) -> None:
     passed_now, passed_before = (None, True), (None, False)
     assert of_a_new_process(monkeypatch) == passed_now

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 import warnings
@@ -19,7 +20,7 @@ from q2compile.runtime_kernels import kernel_states, registry
 from q2compile.runtime_kernels.cuda import check_child, check_results, checks
 from q2compile.runtime_kernels.kernel_states import DeviceLostError, state_of
 from q2compile.runtime_kernels.registry import Kernel, KernelWarning
-from tests.support import forked
+from tests.support import forked, forked_child
 from tests.support.faulty_checks import request, runs
 from tests.support.new_process import forget_checks
 from tests.support.small_model import Mlp, quantized
@@ -43,6 +44,7 @@ def folder(monkeypatch, tmp_path):
     monkeypatch.setenv("Q2COMPILE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(check_child, "SECONDS", 1.0)
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    forked_child.serve(monkeypatch)
     forget_checks()  # and the limits of before
     (tmp_path / "ran").mkdir()
     yield tmp_path / "ran"
@@ -268,6 +270,7 @@ def test_where_no_child_can_run_it_runs_here(monkeypatch, folder) -> None:
     python.write_text("#!/bin/sh\necho no torch >&2\nexit 1\n")
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr(check_child, "subprocess", subprocess)
     found, said = refused("wrong", folder)
     assert found.startswith(ENDS["wrong"]) and len(said) == 1
     assert "no torch" in checks.CHECKER._unable.why

@@ -21,7 +21,7 @@ from q2compile.runtime_kernels.registry import REFERENCE, select
 from q2compile.tools import cli, kernel_rows
 from tests.support import quantizer_calls as made
 from tests.support.emulation.random_bits import close_to_their_random_bits
-from tests.support.pairwise import pairwise
+from tests.support.pairwise import covering, pairwise
 
 assert runtime_kernels  # importing it registers the ops
 q2 = torch.ops.q2
@@ -42,6 +42,7 @@ QUANTIZERS = [
     ("mxfp4_sr", "rht64"),
     ("mxfp4_rtn34", "rht32"),
 ]
+OF_SWIZZLED = [*QUANTIZERS, *((POW2, t) for t in ("rht128", "rht64", "rht16", "none"))]
 # Rows and columns: whole tiles, parts of tiles, rows that do not start on 16 bytes, one of each.
 SHAPES = [(128, 128), (1024, 640), (300, 200), (33, 517), (1, 1), (129, 4097), (5000, 72)]
 
@@ -220,10 +221,9 @@ def test_requantize_mxfp4(shape) -> None:
     agree(made.again(*packed, SEEDS[0], "mxfp4_quest", "mxfp4_rtn34", "rht32", rows, 1))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
-    "scheme, transform",
-    [*QUANTIZERS, *((POW2, t) for t in ("rht128", "rht64", "rht16", "none")), (EXACT, "rht32")],
+    "shape, scheme, transform",
+    covering((s, *how) for s in SHAPES for how in [*OF_SWIZZLED, (EXACT, "rht32")]),
 )
 def test_swizzled_scales(shape, scheme, transform) -> None:
     x, scheme = matrix(shape, torch.bfloat16, "outliers"), scheme + SWIZZLED
@@ -363,9 +363,10 @@ def disagreement(of: str | QuantizerVariant, scheme: str) -> str | None:
     return selfcheck.disagreement(checked_cases.op_of(of), OPS[of], device, scheme, *variant)
 
 
-@pytest.mark.parametrize(
-    "of, scheme", [(of, scheme) for of in OPS for scheme in checked_cases.CHECKED[of]], ids=str
-)
+CHECKED = [(of, scheme) for of in OPS for scheme in checked_cases.CHECKED[of]]
+
+
+@pytest.mark.parametrize("of, scheme", CHECKED, ids=str)
 def test_selfcheck_agrees(of, scheme) -> None:
     assert disagreement(of, scheme) is None
 
@@ -386,9 +387,7 @@ def as_on_ampere(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "of, scheme",
-    [(of, s) for of in OPS if of != checked_cases.COLUMNWISE for s in checked_cases.CHECKED[of]],
-    ids=str,
+    "of, scheme", covering(case for case in CHECKED if case[0] != checked_cases.COLUMNWISE), ids=str
 )
 def test_without_conversion_instructions(of, scheme, as_on_ampere) -> None:
     """One direction is half of both; of gemm the operands are made by dequantize.cu."""
@@ -412,12 +411,11 @@ def as_on_12_0(monkeypatch) -> None:
 
 @pytest.mark.parametrize(
     "of, scheme",
-    [
+    covering(
         (of, scheme)
-        for of in OPS
+        for of, scheme in CHECKED
         if isinstance(of, QuantizerVariant) and not (of.grouped or of.dbias or of.by_scales)
-        for scheme in checked_cases.CHECKED[of]
-    ],
+    ),
     ids=str,
 )
 def test_one_tile_at_a_time(of, scheme, as_on_12_0) -> None:

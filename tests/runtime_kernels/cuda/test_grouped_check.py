@@ -17,6 +17,7 @@ from q2compile.runtime_kernels.cuda import call_site, checks
 from q2compile.runtime_kernels.cuda.call_site import CallSite, GroupedCallSite
 from q2compile.runtime_kernels.cuda.calls import MOST_OPERANDS
 from q2compile.runtime_kernels.cuda.checked_cases import BOTH, REQUANTIZED, ROWWISE
+from q2compile.runtime_kernels.cuda.gemm.operands import operand_forms
 from q2compile.runtime_kernels.cuda.quantize import align_scales, grouped_check
 from q2compile.runtime_kernels.cuda.quantize.grouped_check import Group
 from q2compile.runtime_kernels.cuda.quantize.grouped_launch import ScaleProduct
@@ -74,7 +75,7 @@ def step(recipe: str) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(
     "recipe, capability",
-    [("quartet2", 90), ("quartet2", 100), ("nvfp4", 90), ("quartet", 100)],
+    [("quartet2", 90), ("quartet2", 100), ("nvfp4", 90), ("quartet", 100), ("quartet", 90)],
 )
 def test_groups_of_training_pass(recipe, capability, groups) -> None:
     """`q2compile doctor` checks them too."""
@@ -82,7 +83,7 @@ def test_groups_of_training_pass(recipe, capability, groups) -> None:
         library.impl("mm.dtype", lambda a, b, dtype: torch.zeros(len(a), b.shape[1]), "CPU")
         step(recipe)
     assert groups and max(len(group.calls) for group in groups) > 1
-    assert set(groups) <= set(groups_of_recipes(codes=capability == 100))
+    assert set(groups) <= set(groups_of_recipes(operand_forms(divmod(capability, 10))))
     for group in dict.fromkeys(groups):
         assert pickle.loads(pickle.dumps(group)) == group  # as it goes to the child process
         assert grouped_check.disagreement(CPU, group) is None, str(group)

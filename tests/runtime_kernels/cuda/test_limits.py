@@ -186,7 +186,14 @@ def test_code_for_a_family_has_its_instructions(family) -> None:
 @pytest.mark.parametrize(
     "capability, said",
     [
-        ((9, 0), ["FP4 GEMMs on {} (9.0) are emulated in BF16: fp4 tensor cores begin with"]),
+        (
+            (9, 0),
+            [
+                "NVFP4 and grouped GEMMs on {} (9.0) are emulated in BF16: fp4 tensor cores begin",
+                "MXFP4 GEMMs on {} (9.0) multiply E4M3 elements on FP8 tensor cores",
+            ],
+        ),
+        ((8, 6), ["FP4 GEMMs on {} (8.6) are emulated in BF16: fp4 tensor cores begin with"]),
         ((7, 5), ["quantizers on {} (7.5) are Inductor's kernels or torch", "FP4 GEMMs on {}"]),
         ((13, 0), ["quantizers on {} (13.0) are compiled for compute_120: ", "FP4 GEMMs on {}"]),
         (
@@ -219,7 +226,7 @@ def test_reports_of_a_gpu_say_it(gpu, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert RunReport().notes == []
-    assert len(registry.emulated()) == 1 and "emulated in BF16" in registry.emulated()[0]
+    assert len(registry.emulated()) == 2 and "emulated in BF16" in registry.emulated()[0]
     monkeypatch.setattr(RunReport, "rows", [Row("up", (), device="cuda")])
     assert RunReport().notes == registry.emulated()
 

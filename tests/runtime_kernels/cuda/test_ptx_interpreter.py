@@ -18,7 +18,6 @@ from tests.support.ptx.instructions import TABLE
 from tests.support.ptx.machine import Machine, UnknownInstruction
 from tests.support.ptx.memory import Global, MemoryFault
 from tests.support.ptx.order import OrderedLaunch
-from tests.support.ptx.parser import parse
 
 U32 = np.uint32
 RANDOM = np.random.default_rng(0)
@@ -283,26 +282,6 @@ def test_a_wrong_conversion_is_seen(monkeypatch) -> None:
 
 # Small kernels by hand ------------------------------------------------------------------------
 
-KERNEL = """
-.version 9.0
-.target sm_100a
-.visible .entry small(
-	.param .align 8 .b8 small_param_0[8]
-)
-{
-	.reg .pred %p<3>;
-	.reg .b32 %r<9>;
-	.reg .b64 %rd<5>;
-	.shared .align 16 .b8 place[256];
-	ld.param.u64 %rd1, [small_param_0];
-	mov.u32 %r1, %tid.x;
-	mul.wide.u32 %rd2, %r1, 4;
-	add.s64 %rd3, %rd1, %rd2;
-	BODY
-	ret;
-}
-"""
-
 
 def run(body: str, threads: int = 64, window: int | None = None) -> np.ndarray:
     """The array that a thread block writes, one word per thread."""
@@ -310,7 +289,7 @@ def run(body: str, threads: int = 64, window: int | None = None) -> np.ndarray:
     first = out.ctypes.data
     windows = [(first, first + (out.nbytes if window is None else window))]
     memory = Global(windows, OrderedLaunch("small"))
-    kernel = parse(KERNEL.replace("BODY", body))
+    kernel = ptx.small_kernel(body)
     Machine(kernel, threads, (1, 1), [(0, 0)], first.to_bytes(8, "little"), 0, memory).run()
     return out
 

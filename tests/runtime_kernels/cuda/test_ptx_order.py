@@ -22,7 +22,6 @@ from tests.support.fault import Fault
 from tests.support.faults_of_launches import OF_LAUNCHES
 from tests.support.ptx import run_kernel
 from tests.support.ptx.order import UNKNOWN, OrderedLaunch, OrderFault
-from tests.support.ptx.parser import parse
 
 q2 = torch.ops.q2
 WAIT, TRIGGER = "griddepcontrol.wait;\n", "griddepcontrol.launch_dependents;\n"
@@ -33,25 +32,6 @@ COPY += "add.s64 %rd4, %rd1, %rd2;\ncp.async.cg.shared.global [%r3], [%rd4], 16;
 COPY += "cp.async.commit_group;\n"
 ARRIVE = "cp.async.wait_group 0;\n"
 TOO_EARLY = r"second: byte 0x\w+ is {} before griddepcontrol\.wait, and first, .* {} it"
-KERNEL = """
-.version 9.0
-.target sm_90a
-.visible .entry small(
-	.param .align 8 .b8 small_param_0[8]
-)
-{
-	.reg .pred %p<3>;
-	.reg .b32 %r<9>;
-	.reg .b64 %rd<5>;
-	.shared .align 16 .b8 place[1024];
-	ld.param.u64 %rd1, [small_param_0];
-	mov.u32 %r1, %tid.x;
-	mul.wide.u32 %rd2, %r1, 4;
-	add.s64 %rd3, %rd1, %rd2;
-	BODY
-	ret;
-}
-"""
 
 
 class SmallStream:
@@ -65,7 +45,7 @@ class SmallStream:
         array = self.other if other else self.memory
         first = array.ctypes.data
         self.last = OrderedLaunch(name, self.last.before_next() if overlaps else ())
-        kernel, windows = parse(KERNEL.replace("BODY", body)), [(first, first + array.nbytes)]
+        kernel, windows = ptx.small_kernel(body), [(first, first + array.nbytes)]
         run_kernel(kernel, 64, (1, 1), first.to_bytes(8, "little"), 0, windows, self.last)
 
 

@@ -266,7 +266,7 @@ def test_no_guard_on_divisibility():
                 columnwise=False,
                 rowwise_seed=SEED,
             ),
-            "one row a block",
+            "one row per block",
         ),
         (
             lambda x: q2.quantize(

@@ -29,6 +29,7 @@ from q2compile.runtime_kernels.cuda import (
     masked_unrotate,
     padded_ends,
     signs,
+    to_e4m3,
     transpose,
 )
 from q2compile.runtime_kernels.cuda.call_site import CallSite, GroupedCallSite
@@ -179,6 +180,7 @@ def serve_as_on(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
     gemms = (cublaslt_fp4, cuda_bf16, triton_fp4, grouped_bf16, grouped_mm, grouped_triton_fp4)
     for module in (
         *(quantizers, split_scales, dequantize, transpose, masked_unrotate, padded_ends, signs),
+        to_e4m3,
         *gemms,
     ):
         monkeypatch.setattr(module, "rejection", lambda *names: None)

@@ -30,6 +30,25 @@ from tests.support.ptx.order import UNKNOWN, OrderedLaunch
 from tests.support.ptx.parser import Kernel, parse
 
 _MOST_LANES = 1024  # at a time: registers of more leave the cache
+_SMALL = """
+.version 9.0
+.target sm_100a
+.visible .entry small(
+	.param .align 8 .b8 small_param_0[8]
+)
+{
+	.reg .pred %p<3>;
+	.reg .b32 %r<9>;
+	.reg .b64 %rd<5>;
+	.shared .align 16 .b8 place[1024];
+	ld.param.u64 %rd1, [small_param_0];
+	mov.u32 %r1, %tid.x;
+	mul.wide.u32 %rd2, %r1, 4;
+	add.s64 %rd3, %rd1, %rd2;
+	BODY
+	ret;
+}
+"""
 
 
 def serve(monkeypatch: pytest.MonkeyPatch, architecture: str) -> None:
@@ -121,6 +140,12 @@ def run_kernel(
 def compiled(variant: nvrtc.KernelVariant, architecture: str) -> Kernel:
     """The kernel of a variant."""
     return parse(text(variant, architecture))
+
+
+def small_kernel(body: str) -> Kernel:
+    """A kernel by hand, whose threads have their number in %r1 and, in %rd3, the address of their
+    word of the array that the kernel is given."""
+    return parse(_SMALL.replace("BODY", body))
 
 
 def text(variant: nvrtc.KernelVariant, architecture: str) -> str:

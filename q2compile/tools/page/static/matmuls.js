@@ -333,7 +333,7 @@ function tableColumns(data) {
     {
       name: "Error, Gaussian = 1",
       title:
-        "Relative error over that of the same scheme on Gaussian data: of the worst operand, by telemetry, or else of the worst GEMM, by compare",
+        "Relative error divided by that of the same scheme on Gaussian data: the worst operand's, from telemetry, or else the worst GEMM's, from compare",
       id: "error",
       value: (row) => (row.error ? row.error.ratio : null),
       of: largestOf,
@@ -347,7 +347,7 @@ function tableColumns(data) {
     },
     ...data.devices.map(({ column, name }) => ({
       name: `Time on ${name}, BF16 = 1`,
-      title: `Predicted time on ${name} over BF16's, of its quantizers and GEMMs alone`,
+      title: `Predicted time on ${name} divided by BF16's, for its GEMMs and quantizers only`,
       id: column,
       value: (row) => row.ratios[column] ?? null,
       of: largestOf,

@@ -11,7 +11,7 @@ async function showMemory(data) {
       h(
         "p",
         { class: "about" },
-        `Operands of the matmuls taken: ${bytesText(sum.saved)}, where BF16 takes ${bytesText(2 * sum.elements)}. ` +
+        `The quantized matmuls save operands of ${bytesText(sum.saved)}, and in BF16 ${bytesText(2 * sum.elements)}. ` +
           "An operand that several matmuls share (x of q, k and v) counts once, for the first.",
       ),
       moduleTable(operandRows(data)),

@@ -11,7 +11,9 @@ const ABOUT = {
   zero: "Share of the elements that were rounded to zero.",
   saturated: "Share of the elements beyond the largest value that their block can represent.",
   scale_zero: "Share of the block scales that are 0: blocks of zeros, or too small for any scale.",
-  scale_subnormal: "Share of the block scales among the subnormals, which have fewer bits.",
+  scale_subnormal:
+    "Share of the block scales among the subnormals, which have fewer bits; of MXFP4, more than " +
+    "2^14 below the largest, whose blocks FP8 GEMMs round.",
   scale_largest: "Share of the block scales at the largest that the scheme aims for.",
   changed: "For weights: share of the codes that changed since the last record.",
 };
@@ -32,7 +34,7 @@ class Operands {
       h(
         "p",
         { class: "about" },
-        "Relative error over that of the same scheme on Gaussian data, at the last record that has one. 1 is the scheme's own error; outliers increase it. A click opens the curves.",
+        "Relative error divided by that of the same scheme on Gaussian data, in the last record that has one. At 1 it is the error of the scheme itself; outliers increase it. A click opens the curves.",
       ),
       this.rankSelect(data.telemetry.ranks),
       h("div", { class: "panel scroll-x" }, this.table),

@@ -128,7 +128,7 @@ function nothingSaved(data) {
   const taken = data.rows.filter((row) => row.taken);
   if (!taken.length) return "No matmul was taken, so no operand is saved in 4 bits.";
   return taken.some((row) => row.saved_bytes !== null)
-    ? "The matmuls taken save no operand in 4 bits."
+    ? "The quantized matmuls save no operand in 4 bits."
     : "No graph with a backward was compiled.";
 }
 
@@ -143,7 +143,7 @@ function savedTile(data, sum) {
     h(
       "p",
       { class: "muted" },
-      `operands of the matmuls taken; ${bytesText(2 * sum.elements - sum.saved)} less`,
+      `operands of the quantized matmuls; ${bytesText(2 * sum.elements - sum.saved)} less`,
     ),
   );
 }
@@ -185,9 +185,9 @@ function timeTiles(data) {
   const part = h(
     "p",
     { class: "muted" },
-    "for the GEMMs taken and their quantizers, not for a step",
+    "for the quantized GEMMs and their quantizers, not for a whole step",
   );
-  const alone = h("p", { class: "muted" }, "each matmul alone, forward and backward, not fused");
+  const alone = h("p", { class: "muted" }, "each matmul by itself, forward and backward");
   return [
     timeTile("Predicted time", predicted, part, stands),
     timeTile(
@@ -291,7 +291,7 @@ function legend(data) {
       "unbiased: rounded to nearest, the scales corrected and rounded stochastically",
     ],
     [/rht\d/, "RHT", "random Hadamard transform along the contraction"],
-    [/requantize/, "codes of fprop", "made from the 4-bit codes that the forward saved"],
+    [/requantize/, "codes of fprop", "computed from the 4-bit codes that the forward saved"],
   ].filter(([pattern]) => pattern.test(text));
   if (!words.length) return "";
   return h(

@@ -150,7 +150,8 @@ Q2_INLINE void random_bits_of_line(const Staged& staged, int row, int block, u32
   __syncwarp();
 }
 
-// The same of products, along a pair of columns, [group][column], whose four lanes make a Philox block each.
+// Random bits of scales where tensor cores rotate: along a pair of columns, [group][column]. Each of its
+// four lanes draws one Philox block.
 Q2_INLINE void random_bits_of_products(const Staged& staged, int first, int second, int block,
                                        u32 (&random_bits)[2][2]) {
   int quarter = lane_of_products().quarter;

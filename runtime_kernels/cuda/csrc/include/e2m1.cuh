@@ -65,8 +65,8 @@ Q2_INLINE u32 top_bytes(u32 w0, u32 w1, u32 w2, u32 w3) {
   return __byte_perm(__byte_perm(w0, w1, 0x0073), __byte_perm(w2, w3, 0x0073), 0x5410);
 }
 
-// The same. A code's magnitude, times 2^-126, is an fp32 whose bits from the 22nd on are the code: .5
-// is a subnormal there, and 1 the smallest normal.
+// pack_codes without fp8 conversions. A code's magnitude, times 2^-126, is an fp32 whose bits from the
+// 22nd on are the code: .5 is a subnormal there, and 1 the smallest normal.
 Q2_INLINE u32 pack_codes(const float (&magnitude)[8], const float (&sign)[8]) {
   u32 two[4], s[8];
 #pragma unroll
@@ -119,8 +119,8 @@ Q2_INLINE void round_block(const Pair (&scaled)[16], const Pair (&x)[16], Pair (
 }
 #endif
 
-// The same, and the differences of what is rounded and what it becomes, of either sign. Instructions of
-// Blackwell subtract fp32 from f16; the rounded values are then made where they leave (kDequantized) alone.
+// round_block that also returns the rounding errors, of either sign. On a Blackwell they come from
+// instructions that subtract fp32 from f16, so rounded values are computed only for kDequantized.
 Q2_INLINE void round_with_errors(const Pair (&scaled)[16], const Pair (&x)[16], Pair (&rounded)[16],
                                  Pair (&errors)[16], u32 (&codes)[2][2]) {
   if constexpr (kDequantized || !Q2_HW_FP4) {

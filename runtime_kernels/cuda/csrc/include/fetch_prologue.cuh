@@ -26,8 +26,8 @@ Q2_INLINE void fetch_rows(const Params& p, const Rows& rows, int col, u8* shared
   }
 }
 
-// As fetch_elements of tile.cuh, whose place it takes. A thread waits for its loads, and the other
-// warps of the multiprocessor round meanwhile. All columns of a piece exist or none
+// Replaces fetch_elements of tile.cuh. A thread waits for its loads, and the other warps of the
+// multiprocessor round in the meantime. Either all columns of a piece exist or none does
 // (lowering/prologue/expressions.py).
 Q2_INLINE void fetch_elements(const Params& p, Tile tile, const Rows& rows, u8* shared,
                               Places places) {

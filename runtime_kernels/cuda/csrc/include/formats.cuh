@@ -39,8 +39,8 @@ Q2_INLINE void e2m1x8_to_f16x2(u32 codes, u32 (&words)[4]) {
 }
 
 #if !Q2_HW_FP8
-// As ptx.cuh has them. The seven low bits of an e4m3 at the top of an f16's 15 but for one mean the
-// number times 2^-8, subnormals too; 0x7F is NaN.
+// The conversions of ptx.cuh by arithmetic. An f16 whose bits 7 to 13 are the seven low bits of an e4m3
+// has its value times 2^-8, also for subnormals. 0x7F is NaN.
 Q2_INLINE u32 e4m3x2_to_f16x2(u32 bytes) {
   u32 apart = (bytes & 0xFFu) | (bytes & 0xFF00u) << 8, low = apart & 0x007F007Fu;
   u32 nan = (low + 0x00010001u) >> 7 & 0x00010001u;
@@ -126,8 +126,8 @@ Q2_INLINE float divide(float a, float b) {
   return __fmaf_rn(__fmaf_rn(-b, q, a), r, q);
 }
 
-// Both for two at once, which sm_100 has instructions for. -1 / x instead of 1 / x: every difference is
-// then a product and a sum. b may be 0: anything then.
+// Reciprocals and quotients of two numbers at once, for which sm_100 has instructions. They are negative
+// so that every difference is a product and a sum. If b is 0, the result may be anything.
 Q2_INLINE Pair negative_reciprocals(Pair x) {
   Pair r = {approximate_reciprocal(-x.a), approximate_reciprocal(-x.b)};
   return fma(fma(x, r, both(1.0f)), r, r);
@@ -146,7 +146,7 @@ Q2_INLINE long long swizzled_at(u32 row, u32 block, u32 across) {
   return tile * 512 + row % 32 * 16 + row % 128 / 32 * 4 + block % 4;
 }
 
-// Those of the lane whose number differs in the bits of mask.
+// The pair of the lane whose number differs in the bits of mask.
 Q2_INLINE Pair from_lane(Pair x, int mask) {
   return {__shfl_xor_sync(~0u, x.a, mask), __shfl_xor_sync(~0u, x.b, mask)};
 }

@@ -68,7 +68,7 @@ Q2_INLINE void store_swizzled(const Output& out, int row, int block, u32 bytes) 
         (Bytes)(row < out.rows ? bytes : 0);
 }
 
-// Those of two neighbors: one scale of MX.
+// Stores the scales of two neighboring blocks of 16. In MX (blocks of 32) they are one scale.
 Q2_INLINE void store_two_swizzled(const Output& out, int row, int block, u32 first, u32 second) {
   if constexpr (kRule == MX) store_swizzled<u8>(out, row, block, first);
   else store_swizzled<u16>(out, row, block, first | second << 8);

@@ -61,7 +61,7 @@ constexpr int kTileBytes = kTileRows * kRowBytes;
 constexpr int kStages = Q2_STAGES;  // tiles in shared memory: the next one's place, or none
 constexpr int kStageBytes = kOperands * kTileBytes;  // one operand after the other
 constexpr int kBlock = 16;
-// Whether dequantized operands are stored, for an emulated GEMM; else codes.
+// Stores dequantized operands, for an emulated GEMM, instead of codes.
 constexpr bool kDequantized = Q2_DEQUANTIZED;
 constexpr bool kCodes = !kDequantized;
 enum Rule { MS_EDEN, POW2, EXACT, MX, AMAX };  // rounding.cuh
@@ -147,7 +147,7 @@ struct __align__(16) Masks {
   // Signs of element pairs (2 bytes each) or of elements: their bits, or as bf16 (kSignsMultiply) or as
   // what elements are (kMixed), 1 and -1.
   u32 rowwise[kRows ? (kBytes == 2 ? 64 : 128) : 4];
-  // The same, or one sign in both halves (kScaled), or in the upper half (kSignsMultiply).
+  // As rowwise, or with one sign in both halves (kScaled), or in the upper half (kSignsMultiply).
   u32 columnwise[kSignPairs ? 64 : 128];
 #if Q2_SUMS
   // Columnwise: 1 or -1, which remove the signs of elements. kMixed needs none: it adds bare words.
@@ -172,7 +172,7 @@ Q2_INLINE Pair signed_two(u32 word, u32 mask) {
   return two_of(with_mask(word, mask));
 }
 
-// The same along rows, which may have no signs.
+// signed_two along a row, which may have no signs.
 Q2_INLINE Pair two_of_row(u32 word, u32 mask) {
   return kSigned && !kRowSigned ? two_of(word) : signed_two(word, mask);
 }
@@ -228,8 +228,7 @@ Q2_INLINE Lane lane_of_products() {
   int lane = threadIdx.x % 32;
   return {lane / 4, lane % 4};
 }
-// Which column lies at a place: in expand_codes' order columns 4 apart are neighbors, unless an instruction
-// expands codes.
+// The column at a place. expand_codes makes columns 4 apart neighbors, unless an instruction expands codes.
 constexpr Q2_INLINE int column_at(int place) {
   return kPacked && !Q2_HW_FP4 ? place / 8 * 8 + place % 8 / 2 + place % 2 * 4 : place;
 }
@@ -294,7 +293,7 @@ struct Walk {
   }
 };
 
-// Which rows of x a tile holds.
+// The rows of x that a tile holds.
 struct Rows {
   int first, count;  // of x; kGrouped: at most kTileRows
   int shift;  // row j of the tile holds x's row first + (j >> shift); 4: if j is a multiple of 16
@@ -438,7 +437,7 @@ Q2_INLINE u64 sign_seed_of(const Output& out) {
   return Q2_SIGNED == 2 ? kFixedSignSeed : *out.sign_seed;
 }
 
-// Those of elements 2 i and 2 i + 1, as what elements are multiplied by, or their bits.
+// The signs of elements 2 i and 2 i + 1, as factors of the elements or as their sign bits.
 Q2_INLINE u32 signs_of_pair(uint4 random, int i) {
   u32 signs = negative(random, 2 * i) << 15 | negative(random, 2 * i + 1) << 31;
   return kSignsMultiply || kMixed ? signs | kOnes : signs;

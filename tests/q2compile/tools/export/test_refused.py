@@ -192,6 +192,12 @@ def test_a_destination_is_checked_before_the_work(where: str, tmp_path: Path) ->
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+@pytest.mark.parametrize("name", ["", "a\0b", 3])
+def test_what_is_no_path(name: Any) -> None:
+    with pytest.raises(ConfigError, match="export: folder: got .*; allowed: a path"):
+        q2compile.export(meta(), name, **OPTIONS)
+
+
 def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, value: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))

@@ -288,7 +288,7 @@ def test_weights_stored_transposed_and_by_hand(tmp_path: Path) -> None:
         "net.qk": False,
         "net.v": True,
     }
-    assert "einsum of other than two operands" in done.left["net.o"]
+    assert "einsum that is not of two operands" in done.left["net.o"]
     for name, weight in found.items():
         w = model.get_parameter(name)
         w = w.t() if done.layers[name]["transposed"] else w

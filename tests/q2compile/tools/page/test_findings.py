@@ -96,7 +96,7 @@ def test_kinds_of_layers_are_added_up_and_have_one_pattern():
     texts, policy = found(rows(), telemetry(0.1), measured)
     assert texts[0] == (
         "down accounts for 60% of the gradient's squared error but only 15% of the quantized "
-        "FLOPs. That does not fit into the budget of q2compile compare, 4%."
+        "FLOPs. It costs more than the budget of q2compile compare, 4%."
     )
     assert policy == {}
 
@@ -156,8 +156,8 @@ def test_an_operand_with_outliers():
         "Outliers take up the range of their blocks in dy of wgrad of layers.0.down: its error is "
         "2.00 times that of Gaussian data (0.200, step 40).",
         "No NaN or Inf appeared up to step 60, the last recorded one.",
-        "It was not measured which layers cause the gradient's error: q2compile compare "
-        "FILE.py:FUNCTION --out RUN/compare measures it.",
+        "To see which layers cause the gradient's error, run q2compile compare "
+        "FILE.py:FUNCTION --out RUN/compare.",
     ]
     assert policy == {"layers.0.down": {"wgrad": "bf16"}}
     assert found(rows(), telemetry(0.11))[0][0] == (

@@ -164,12 +164,12 @@ def test_the_headline_of_a_model(dumped):
         "tiny (too small: the weight is [8, 32], a block has 16 values)."
     )
     assert products == "8 matmuls of two activations have no weight and stay as they are."
-    start = r"For the backward pass the matmuls taken save .* where BF16 takes .*: 4\.\d\d bits "
+    start = r"The quantized matmuls save .* for the backward pass, and in BF16 .*: 4\.\d\d bits "
     assert re.fullmatch(rf"{start}per element instead of 16\.", saved)
     assert predicted.startswith(
         "Predicted from data sheets, counting only the GEMMs and quantizers of these matmuls: "
     )
-    assert measured == "Not measured: q2compile report --measure does that."
+    assert measured == "To measure them on this machine, run q2compile report --measure."
 
 
 def test_measured_times(dumped):
@@ -182,7 +182,7 @@ def test_measured_times(dumped):
     assert times["device"] == "CPU"
     assert times["microseconds"] > times["bf16_microseconds"] > 0
     assert re.fullmatch(
-        r"Measured on CPU, each alone: .* times BF16's time \(slower\)\.", headline(up)[-1]
+        r"Measured on CPU, one by one: .* times BF16's time \(slower\)\.", headline(up)[-1]
     )
     up[0]["device"] = "tpu"
     with pytest.raises(

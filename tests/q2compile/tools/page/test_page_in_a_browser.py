@@ -290,7 +290,7 @@ def test_a_stage_is_named_for_what_is_shown(opened):
     ("recipe", "said"),
     [
         ("bf16", "No matmul was taken, so no operand is saved in 4 bits."),
-        ("mxfp4", "The matmuls taken save no operand in 4 bits."),
+        ("mxfp4", "The quantized matmuls save no operand in 4 bits."),
     ],
 )
 def test_why_nothing_is_kept_although_there_is_a_backward(browser, tmp_path, recipe, said):

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Code that is not compiled and may read a gathered weight while its module runs.
+
+It reads at any time, on any rank, and without a collective: plain FSDP2 has the values there. So
+before the gathers of each forward the ranks exchange which weights such code may read, and gather
+the values of these besides their codes, in this forward and its backward. The code is
+
+    a hook of the user's on a module that runs while FSDP2 has the weight gathered
+    the forward of such a module, if it is not compiled and names a parameter of a module inside it
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from q2compile.capture.module_tree import named_modules, own_parameters
+from q2compile.torch_internals.dynamo import own_compile_call
+from q2compile.torch_internals.module_hooks import hooks_of_users, name_of
+
+_ALL = {"parameters", "named_parameters", "get_parameter", "state_dict", "_parameters"}
+
+
+class EagerReaders:
+    """The readers in a model under fully_shard. Its modules are those that it has now."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._names = {m: name for name, m in named_modules(root)}
+        self._inside = {m: {inner for _, inner in named_modules(m)} for m in self._names}
+        self._naming = [m for m in self._names if _names_a_weight(m)]
+        self._warned = False
+
+    def find(self) -> Collection[nn.Module]:
+        """The modules with a hook, or a forward, that may read weights now; all, if one with a hook
+        is compiled, because Dynamo may run the code that it has compiled with it for others."""
+        for_all = list(hooks_of_users(None))
+        hooks = {m: hook for m in self._names for hook in (*for_all, *hooks_of_users(m))}
+        if not hooks and not self._naming:
+            return ()
+        compiled = [m for m in self._names if own_compile_call(m) is not None]
+        inside = set[nn.Module]().union(*(self._inside[m] for m in compiled))
+        found = {m: "the forward" for m in self._naming if m not in inside}
+        found |= {m: f"the hook {name_of(hook)!r}" for m, hook in hooks.items()}
+        if found and not self._warned:
+            self._warned = True
+            self._warn(*next(iter(found.items())))
+        return found.keys() if inside.isdisjoint(hooks) else self._names.keys()
+
+    def _warn(self, module: nn.Module, what: str) -> None:
+        where = self._names[module] or type(module).__name__
+        warnings.warn(
+            f"q2compile: gather_codes: {what} of {where!r} may read weights, so as long as it is "
+            "there FSDP2 gathers their values besides their codes",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+    def may_read(self, found: Collection[nn.Module], home: nn.Module, is_kept: bool) -> bool:
+        """Whether modules of ``find()`` run while the weights of ``home`` are gathered.
+        is_kept: whether FSDP2 leaves them gathered after its forward."""
+        return bool(found) and (is_kept or not self._inside[home].isdisjoint(found))
+
+
+class ReaderExchange:
+    """Tells all ranks of some process groups which weights are read on any of them. The host waits
+    for it, in a stream of its own: for the last collective of the backward before, and not for the
+    optimizer."""
+
+    def __init__(self, device: torch.device, groups: Sequence[Any]) -> None:
+        self._device, self._groups = device, groups
+        self._apart: Callable[[], Any] = nullcontext
+        if device.type == "cuda":
+            self._apart = partial(torch.cuda.StreamContext, torch.cuda.Stream(device))
+
+    def any_of(self, flags: list[bool]) -> list[bool]:
+        with self._apart():
+            found = torch.tensor(flags, dtype=torch.uint8).to(self._device)
+            for group in self._groups:
+                dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+            return list(map(bool, found.tolist()))
+
+
+def _names_a_weight(module: nn.Module) -> bool:
+    """Whether the forward of a module names a parameter of a module inside it, by an attribute."""
+    inside = [m for _, m in named_modules(module) if m is not module]
+    leaves = {leaf for m in inside for leaf, p in own_parameters(m).items() if p.ndim > 1}
+    return bool(leaves) and not (leaves | _ALL).isdisjoint(_names_in_forward(type(module)))
+
+
+def _names_in_forward(cls: Any) -> set[str]:
+    """The names in the code of a class's forward, and of its methods that are among them."""
+    found: set[str] = set()
+    todo = ["forward"]
+    while todo:
+        method: Any = inspect.unwrap(getattr(cls, todo.pop(), None))  # type: ignore[arg-type]
+        if isinstance(method, FunctionType) and method.__module__.partition(".")[0] != "torch":
+            new = set(_names_in(method.__code__)) - found
+            found |= new
+            todo += new
+    return found
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)

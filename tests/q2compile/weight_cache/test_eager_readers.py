@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which modules have code that is not compiled and may read weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial, wraps
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+
+from q2compile.weight_cache.eager_readers import EagerReaders
+
+
+class Reads(nn.Module):
+    """A forward that names the weight of a module inside, in a method and a comprehension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.absorbed(x)
+
+    def absorbed(self, x: Tensor) -> Tensor:
+        return sum([x @ linear.weight for linear in [self.linear]], x)
+
+
+class Calls(nn.Module):
+    """A forward that calls the modules inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads, self.linear = Reads(), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.reads(x))
+
+
+def hook(*_: Any) -> None: ...
+
+
+@contextmanager
+def registered(handle: Any) -> Iterator[None]:
+    yield
+    handle.remove()
+
+
+HOOKS = {
+    "function": hook,
+    "partial": partial(hook, 1),
+    "disabled": torch.compiler.disable(hook),
+    "wrapped": wraps(hook)(lambda *_: None),
+}
+
+
+def test_a_forward_that_names_a_weight() -> None:
+    """Not one that is compiled, by itself or in a module around it."""
+    model = Calls()
+    readers = EagerReaders(model)
+    with pytest.warns(RuntimeWarning, match="the forward of 'reads' may read weights"):
+        assert set(readers.find()) == {model.reads}
+    for compiled in (model, model.reads):
+        compiled.compile(backend="eager")
+        assert not readers.find()
+        compiled._compiled_call_impl = None
+
+
+@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.parametrize(
+    "kind", ["forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook"]
+)
+def test_hooks(kind: str, name: str) -> None:
+    """Hooks of a module run while the weights of modules around it are gathered, too; and all hooks
+    while weights are gathered that FSDP2 keeps."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8)), nn.Linear(8, 8))
+    inner, outer = model
+    readers = EagerReaders(model)
+    handle = getattr(inner[0], f"register_{kind}")(HOOKS[name])
+    with pytest.warns(RuntimeWarning, match="hook' of '0.0' may read weights"):
+        found = readers.find()
+    assert set(found) == {inner[0]}
+    assert readers.may_read(found, model, is_kept=False)
+    assert readers.may_read(found, inner, is_kept=False)
+    assert not readers.may_read(found, outer, is_kept=False)
+    assert readers.may_read(found, outer, is_kept=True)
+    inner.compile(backend="eager")
+    assert set(readers.find()) == set(model.modules())
+    handle.remove()
+    assert not readers.find()
+
+
+def test_hooks_of_all_modules_and_of_torch() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    readers = EagerReaders(model)
+    with registered(register_module_forward_hook(hook)), pytest.warns(RuntimeWarning):
+        assert set(readers.find()) == set(model.modules())
+    assert not readers.find()
+    nn.utils.spectral_norm(model[1])
+    assert set(readers.find()) == {model[1]}
