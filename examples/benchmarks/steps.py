@@ -258,23 +258,20 @@ def large_llama(args: Namespace, variants: Mapping[str, dict[str, Any]]) -> list
 
 
 def accumulation(args: Namespace) -> Iterator[Row]:
-    """Rows of steps of several micro-batches, after each of which the weights change."""
     torch._dynamo.reset()
     model = llama({**LLAMA_8B, "num_hidden_layers": 8}, torch.bfloat16)
     tokens = random_tokens(LLAMA_8B["vocab_size"], 1, LLAMA_8B_TOKENS)
     for count in MICRO_BATCHES:
-        step_of = partial(training_step, model, tokens, count)
-        steps = {"bf16": step_of()}
+        steps = {"bf16": training_step(model, tokens, count)}
         for recipe, cached in product(("quartet2", "nvfp4"), (False, True)):
-            options = {"recipe": recipe, "cache_weights": cached}
             name = f"{recipe}_accumulation_{count}" + "_cached" * cached
-            steps[name] = step_of(backend="quartet2", options=options)
-        in_turns(steps, rounds=1, calls=1)
+            how: Row = {"options": {"recipe": recipe, "cache_weights": cached}}
+            steps[name] = training_step(model, tokens, count, backend="quartet2", **how)
+        for call in (*steps.values(), gc.collect, *steps.values()):  # compiles; then steady
+            call()
         look_up_optimizers(at_once=True)  # else codes are kept only after some seconds
         times = in_turns(steps, rounds=6, calls=1)
-        for name in list(steps)[1:]:
-            row = over_bf16(name, times[name], times["bf16"], TIMES)
-            yield {**row, "peak_gib": round(peak_gib(steps[name]), 2)}
+        yield from (over_bf16(n, times[n], times["bf16"], TIMES) for n in list(steps)[1:])
 
 
 def host(args: Namespace) -> list[Row]:
