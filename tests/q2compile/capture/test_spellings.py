@@ -103,7 +103,7 @@ LEFT = {
     "an unsupported form": lambda m, x: torch.tensordot(x, m.v, 1),
     "a matmul in an unsupported form": lambda m, x: torch.inner(x, m.w),
     "attention": lambda m, x: F.scaled_dot_product_attention(x, x, x),
-    "other than two operands": lambda m, x: torch.einsum("btk,kn,nj->btj", x, m.v, m.w),
+    "not of two operands": lambda m, x: torch.einsum("btk,kn,nj->btj", x, m.v, m.w),
     "bilinear": lambda m, x: F.bilinear(x, x.new_ones(2, 5, N), m.cube),
     "a recurrent layer": lambda m, x: torch.rnn_tanh_cell(x[0], x.new_ones(5, N), m.w, m.square),
     "a custom op": lambda m, x: torch.ops.q2_test.times(x, m.cube),
