@@ -36,7 +36,7 @@ class _Gathered(GatheredInputs):
 def test_a_graph_that_takes_codes_has_no_cuda_graph(monkeypatch, mode, options, why) -> None:
     settings: list[bool] = []
 
-    def compiled(gm: Any, inputs: Any, given: dict[str, Any], **kwargs: Any) -> Any:
+    def compiled(gm: Any, inputs: Any, given: dict[str, Any], *others: Any) -> Any:
         settings.append(given["triton.cudagraphs"])
         return gm
 
