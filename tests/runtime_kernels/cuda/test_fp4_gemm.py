@@ -402,7 +402,8 @@ CAPABILITIES = [(10, 0), (10, 3), (12, 0), (12, 1), (9, 0), (8, 9), (10, 1), (11
 )
 def test_order(gpu, monkeypatch, capability, triton, format_, op):
     """mxfp4 and groups never use cuBLASLt. Unknown GPUs get bf16, never the reference. Triton's
-    kernel is used where tl.dot_scaled multiplies codes."""
+    kernel is used where tl.dot_scaled multiplies codes, FP8 tensor cores for mxfp4 where no FP4
+    ones are."""
     gpu(capability)
     monkeypatch.setattr(triton_fp4, "triton_version", lambda: triton)
     monkeypatch.setattr("q2compile.runtime_kernels.cuda.selfcheck.disagreement", lambda *a: None)
@@ -413,6 +414,8 @@ def test_order(gpu, monkeypatch, capability, triton, format_, op):
     want = "triton_fp4" if by_triton else "cuda_bf16"
     if blackwell and (op, format_) == ("gemm", "nvfp4"):
         want = "cublaslt_fp4"
+    if capability in [(8, 9), (9, 0)] and (op, format_) == ("gemm", "mxfp4"):
+        want = "scaled_mm"  # in e4m3
     assert serving(op, args).name == want
     if not by_triton:
         with pytest.raises(ValueError, match="dot_scaled works|not installed|fp4 tensor cores"):
