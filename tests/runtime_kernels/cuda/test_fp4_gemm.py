@@ -402,8 +402,7 @@ CAPABILITIES = [(10, 0), (10, 3), (12, 0), (12, 1), (9, 0), (8, 9), (10, 1), (11
 )
 def test_order(gpu, monkeypatch, capability, triton, format_, op):
     """mxfp4 and groups never use cuBLASLt. Unknown GPUs get bf16, never the reference. Triton's
-    kernel is used where tl.dot_scaled multiplies codes, FP8 tensor cores for mxfp4 where no FP4
-    ones are."""
+    kernel is used where tl.dot_scaled multiplies codes."""
     gpu(capability)
     monkeypatch.setattr(triton_fp4, "triton_version", lambda: triton)
     monkeypatch.setattr("q2compile.runtime_kernels.cuda.selfcheck.disagreement", lambda *a: None)
