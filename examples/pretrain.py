@@ -279,7 +279,7 @@ def add_setup(parser: argparse.ArgumentParser) -> None:
     add("--mode", help="a mode of Inductor, such as reduce-overhead")
     text = "options for all runs"
     add("--compile-options", type=json.loads, default={}, metavar="JSON", help=text)
-    text = "use deterministic kernels only, and raise an error where there is none"
+    text = "use deterministic kernels only; an op that has none raises an error"
     add("--deterministic", action="store_true", help=text)
     add("--rounding-seed", type=int, help="seed of the rounding; default: the run's seed")
     text = "compile nothing, and run the linears as torch references in fp32, to see what the "

@@ -128,7 +128,7 @@ class Recipe:
 
     @property
     def transposes_codes(self) -> bool:
-        """Whether dgrad takes fprop's codes of w, transposed."""
+        """True if dgrad multiplies fprop's codes of w, transposed."""
         return self.fprop is not None and self.dgrad is not None and self.dgrad.b.source == "reuse"
 
     @property

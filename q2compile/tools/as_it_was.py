@@ -142,7 +142,7 @@ def _restore_tensor(t: Tensor, value: Tensor, requires_grad: bool) -> None:
 
 
 def _is_data(value: Any, seen: set[int]) -> bool:
-    """Whether a value and all that it refers to are data: numbers, tensors, containers, and objects
+    """True if a value and all that it refers to are data: numbers, tensors, containers, and objects
     whose class is not of torch or Python. A reference to a trainer, with its threads, is not."""
     if id(value) in seen or isinstance(value, (*_PLAIN, Tensor)):
         return True

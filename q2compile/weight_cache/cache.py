@@ -187,8 +187,8 @@ def _is_plain(w: Tensor) -> bool:
 
 
 def _can_keep(w: Tensor) -> bool:
-    """Whether ``w`` has a version, and codes made now will be there later: not while a CUDA graph
-    is captured, which must hold the quantization itself."""
+    """True if ``w`` has a version and codes made now will be there later. During the capture of a
+    CUDA graph they will not, because the graph must contain the quantization itself."""
     if not _is_plain(w) or w.is_inference():
         return False
     return not (w.is_cuda and torch.cuda.is_current_stream_capturing())

@@ -65,8 +65,8 @@ class EagerReaders:
         )
 
     def may_read(self, found: Collection[nn.Module], home: nn.Module, is_kept: bool) -> bool:
-        """Whether modules of ``find()`` run while the weights of ``home`` are gathered.
-        is_kept: whether FSDP2 leaves them gathered after its forward."""
+        """True if a module of ``find()`` runs while the weights of ``home`` are gathered.
+        is_kept: FSDP2 leaves them gathered after its forward."""
         return bool(found) and (is_kept or not self._inside[home].isdisjoint(found))
 
 
