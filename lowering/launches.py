@@ -24,12 +24,13 @@ from q2compile.graph.nodes import name_of
 from q2compile.lowering.launch_node import LaunchNode, call_argument
 from q2compile.lowering.member import Member, OpCall
 from q2compile.lowering.state import lowering_state
+from q2compile.runtime_kernels.choice import choose
 from q2compile.runtime_kernels.cuda.calls import OperandLayout, is_in_layout
 from q2compile.runtime_kernels.cuda.quantize import grouped_launch
 from q2compile.runtime_kernels.cuda.quantize.grouped_check import Group, checked_as, rejection
 from q2compile.runtime_kernels.cuda.quantize.grouping import can_share
 from q2compile.runtime_kernels.ops.table import SPLIT_SCALES
-from q2compile.runtime_kernels.registry import as_written, bound, call_op, parameters, serving
+from q2compile.runtime_kernels.registry import as_written, bound, call_op, parameters
 
 _MODULE = "q2compile.runtime_kernels.cuda.call_site"
 _IMPORT = (
@@ -122,7 +123,7 @@ def _described(x: Any) -> tuple[Any, ...]:
 @_once_a_kind
 def launching(name: str, args: Sequence[Any]) -> Any:
     """The launches of the kernel that serves a call; None if the kernel is more than launches."""
-    return serving(name, fakes(args)).launching
+    return choose(name, fakes(args)).launching
 
 
 @_once_a_kind

@@ -2,7 +2,8 @@
 """The ops of namespace q2 and what runs them. Knows nothing of graphs; imports neither q2compile
 nor lowering. Importing this package registers the ops and their kernels.
 
-registry.py   ops, the kernels behind them, and how one is chosen
+choice.py     which kernel runs a call
+registry.py   ops, the kernels behind them, and what happens when one fails
 numerics/     formats, layouts, rotations and rounding rules, in torch alone: the semantics of all
               kernels
 ops/          one op per file: schema, fake and reference

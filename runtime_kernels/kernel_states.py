@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -78,10 +78,27 @@ class Result(NamedTuple):
     differs: bool = False
 
 
+class _Results(dict[tuple, Result]):
+    """Results of checks. Choices that were made before a new one hold no longer."""
+
+    def __init__(self, choices: dict) -> None:
+        super().__init__()
+        self._choices = choices
+
+    def __setitem__(self, check: tuple, result: Result) -> None:
+        super().__setitem__(check, result)
+        self._choices.clear()
+
+    def clear(self) -> None:
+        super().clear()
+        self._choices.clear()
+
+
 class KnownResults:
     """Everything that a process knows about kernels that passed or were rejected.
 
     calls: the kind of a call -> why the kernel was rejected for it.
+    choices: the kind of a call -> the kernel that runs it (registry.py), by all the rest.
     checks: a check -> its result: self-checks, on a GPU and a CPU, and first large GEMMs.
     sources: what did not compile -> the compiler's log, which takes seconds to get.
     warned: an op, a kernel and a device -> the first reason, of which the user was warned.
@@ -89,7 +106,8 @@ class KnownResults:
 
     def __init__(self) -> None:
         self.calls: dict[Hashable, Reason] = {}
-        self.checks: dict[tuple, Result] = {}
+        self.choices: dict[Hashable, Any] = {}
+        self.checks: dict[tuple, Result] = _Results(self.choices)
         self.sources: dict[Hashable, str] = {}
         self.warned: dict[tuple[str, str, torch.device], str] = {}
 
@@ -165,11 +183,13 @@ def disable(names: Iterable[str], who: str) -> None:
     """Disables kernels of these names in the whole process."""
     for name in names:
         _DISABLED.setdefault(name, who)
+    KNOWN.choices.clear()
 
 
 def enable_all() -> None:
     """No kernel is disabled any more."""
     _DISABLED.clear()
+    KNOWN.choices.clear()
 
 
 def named_in_environment() -> tuple[str, ...]:

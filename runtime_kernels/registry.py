@@ -2,8 +2,9 @@
 """The ops of namespace q2 and the kernels behind them.
 
 `define` makes an op: schema, fake, and a body that dispatches on the device of its first tensor.
-`kernel` registers an implementation. A call runs the first kernel that serves the device and the
-arguments: the newest registration first, and at last the torch reference, which serves every call.
+`kernel` registers an implementation. A call runs the one that `choose` finds (choice.py): the first
+that serves the device and the arguments, the newest registration first, and at last the torch
+reference, which serves every call.
 
 `select` returns one implementation by name, and never another in its place.
 
@@ -15,13 +16,25 @@ disabled never runs (kernel_states.py).
 import functools
 import logging
 import warnings
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from q2compile.runtime_kernels.choice import (
+    KERNELS,
+    MOST_KINDS,
+    Choice,
+    Kernel,
+    add,
+    choose,
+    device_of,
+    first_of,
+    kernels,
+    kind_of_call,
+    nothing,
+)
 from q2compile.runtime_kernels.kernel_states import (
     AWAITED,
     KNOWN,
@@ -29,7 +42,6 @@ from q2compile.runtime_kernels.kernel_states import (
     DeviceLostError,
     NotServedError,
     Reason,
-    assumed_capability,
     awaited_in,
     disable,
     disabled_kernels,
@@ -38,7 +50,6 @@ from q2compile.runtime_kernels.kernel_states import (
     named_in_environment,
     rejected,
     state_of,
-    why_disabled,
 )
 from q2compile.runtime_kernels.kernel_states import VARIABLE as DISABLING
 
@@ -49,7 +60,7 @@ LIBRARY = torch.library.Library("q2", "DEF")
 REFERENCE = "reference"
 CUDA = "cuda"
 CPP = "cpp"  # on a CPU
-INDUCTOR = "inductor"  # the kernel that Inductor generates for an op; not in the registry
+INDUCTOR = "inductor"  # the kernel that Inductor generates for an op
 FUSED = "fused"  # CUDA quantizers that compute their operand (prologue fusion), in generated code
 GROUPED = "grouped_launch"  # one launch for several calls, in generated code
 CUDA_BF16, TRITON_FP4, CUBLASLT_FP4 = "cuda_bf16", "triton_fp4", "cublaslt_fp4"
@@ -74,53 +85,10 @@ class KernelWarning(RuntimeWarning):
     """A kernel failed, and another runs in its place."""
 
 
-def _nothing(*args) -> None:
-    return None
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """One implementation of one op.
-
-    device_type: "cpu", "cuda", ..., or None for any.
-    function, and the callables after it, are called with all of the op's arguments, in the order of
-        its schema.
-    unsupported: None if the kernel serves the arguments, otherwise the reason in words.
-    prepare: compiles and loads the kernels that a call with such arguments, whose tensors may be
-        fake, will launch.
-    launching: how generated code enqueues the launches of the kernel without torch's dispatcher
-        (cuda/calls.py); None where that is not possible.
-    """
-
-    op: str
-    name: str
-    device_type: str | None
-    function: Callable
-    unsupported: Callable[..., str | None] = _nothing
-    prepare: Callable[..., None] = _nothing
-    launching: Any = None
-
-    def why_not(self, *args) -> str | None:
-        """None if this kernel runs with the arguments; otherwise why it is unsupported, rejected or
-        disabled, in words."""
-        device = device_of(args)
-        if self.device_type not in (None, device.type):
-            return f"it runs on {self.device_type}, the operands are on {device.type}"
-        return self.unavailable(args)
-
-    def unavailable(self, args: Sequence) -> str | None:
-        """None if this kernel runs with arguments on its device type; otherwise why not."""
-        failed = KNOWN.calls if assumed_capability() is None else {}
-        failure = failed.get(_kind(self, args)) if failed else None
-        return failure or why_disabled(self.op, self.name) or self.unsupported(*args)
-
-
-KERNELS: dict[str, list[Kernel]] = {}  # op -> its kernels, in the order in which they are tried
 _REASONS: list[Callable[[], list[str]]] = []
 _EMULATED: list[Callable[[], list[str]]] = []
 _REFERENCES: dict[str, str] = {}  # op -> why its reference serves a GPU
 _AS_IT_IS = nullcontext()
-_MOST_FAILURES = 4096  # for a program whose shapes never repeat
 
 
 def define(schema: str, *, fake: Callable, tags: Sequence[torch.Tag] = ()) -> None:
@@ -131,12 +99,12 @@ def define(schema: str, *, fake: Callable, tags: Sequence[torch.Tag] = ()) -> No
     strides seen in tracing, even after a pass has given the node other operands.
     """
     name = schema.partition("(")[0]
-    candidates = KERNELS.setdefault(name, [])
+    KERNELS.setdefault(name, [])
 
     def call(*args, **kwargs):
         given = bound(name, args, kwargs)
         with _without_autocast(device_of(given).type), _checked_at_once():
-            return _run(candidates, given)
+            return _run(choose(name, given), given)
 
     def call_fake(*args, **kwargs):
         made = fake(*bound(name, args, kwargs))
@@ -201,38 +169,41 @@ def call_op(op: str, args: Sequence) -> Any:
     return getattr(torch.ops.q2, op).default(*positional, **keywords)
 
 
-def _run(candidates: Sequence[Kernel], args: tuple):
-    """The result of the first of the kernels that serves the arguments and does not fail.
+def _run(choice: Choice, args: tuple, failed: Sequence[Kernel] = ()):
+    """The result of the kernel that was chosen, or of the first one after it that does not fail.
 
     When none can, what the first one raised: the fault is the caller's then, or the device's.
+
+    failed: kernels that have failed with these arguments.
     """
-    device_type = device_of(args).type
-    for kernel in candidates:
-        if kernel.device_type in (None, device_type) and kernel.unavailable(args) is None:
-            if kernel.name == REFERENCE and device_type == "cuda":
-                _say_why_reference(candidates, args)
-            try:
-                return kernel.function(*args)
-            except Exception as error:
-                if kernel.name == REFERENCE or not kernels_own(
-                    error, kernel.op, kernel.name, device_of(args)
-                ):
-                    raise
-                others = [other for other in candidates if other is not kernel]
-                return _instead(kernel, others, args, error)
-    raise AssertionError("an op has no reference")
+    kernel, device = choice.kernel, device_of(args)
+    if kernel.name == REFERENCE and device.type == "cuda" and not failed:
+        _say_why_reference(choice, args)
+    try:
+        return kernel.function(*args)
+    except Exception as error:
+        if kernel.name == REFERENCE or not kernels_own(error, kernel.op, kernel.name, device):
+            raise
+        failed = (*failed, kernel)
+        others = [each for each in kernels(kernel.op) if each not in failed]
+        try:
+            result = _run(first_of(others, args), args, failed)
+        except Exception:
+            raise error  # noqa: B904  the errors of the others are its context
+        reject(kernel, args, error)
+        return result
 
 
-def _say_why_reference(candidates: Sequence[Kernel], args: tuple) -> None:
+def _say_why_reference(choice: Choice, args: Sequence) -> None:
     """Logs why no kernel serves a call on a GPU, once for each op, and adds it to reports. Kernels
     that are rejected or disabled are reported elsewhere (`left_out`). The reference of a recorded
     call makes the same call without its statistics, which then says it (ops/recorded.py)."""
-    op, device = candidates[0].op, device_of(args)
-    if op in _REFERENCES or candidates is not KERNELS[op] or _is_recorded(op, args):
+    op, device = choice.kernel.op, device_of(args)
+    if op in _REFERENCES or _is_recorded(op, args):
         return
-    reasons = {k.name: k.unavailable(args) for k in candidates if k.device_type == device.type}
-    states = {state_of(why) for why in reasons.values() if why}
-    if states == {UNSUPPORTED}:
+    of_device = {each.name for each in kernels(op) if each.device_type == device.type}
+    reasons = {name: why for name, why in choice.why_not.items() if name in of_device}
+    if {state_of(why) for why in reasons.values()} == {UNSUPPORTED}:
         words = "; ".join(f"{name}: {' '.join(str(why).split())}" for name, why in reasons.items())
         _REFERENCES[op] = f"q2::{op} on {device} runs as its torch reference: {words}"
         LOG.info("q2compile: %s", _REFERENCES[op])
@@ -264,16 +235,6 @@ def emulated() -> list[str]:
     return [text for describe in _EMULATED for text in describe()] + list(_REFERENCES.values())
 
 
-def _instead(failed: Kernel, others: Sequence[Kernel], args: tuple, error: Exception):
-    """Runs a call by other kernels, after one has raised ``error``."""
-    try:
-        result = _run(others, args)
-    except Exception:
-        raise error  # noqa: B904  the errors of the others are its context
-    reject(failed, args, error)
-    return result
-
-
 def kernels_own(error: Exception, op: str, name: str, device: torch.device) -> bool:
     """Whether a kernel that raised this is rejected. Not when memory was missing, since there may
     be enough the next time, nor in a CUDA graph capture, whose graph is lost anyway.
@@ -294,26 +255,13 @@ def kernels_own(error: Exception, op: str, name: str, device: torch.device) -> b
     return True
 
 
-def _kind(kernel: Kernel, args: Sequence) -> Hashable:
-    """A key that is equal for the calls that a kernel is rejected for at once."""
-    return (
-        kernel.op,
-        kernel.name,
-        *(
-            (a.device, a.dtype, *map(str, a.shape), *map(str, a.stride()))
-            if isinstance(a, torch.Tensor)
-            else str(a)
-            for a in args
-        ),
-    )
-
-
 def reject(kernel: Kernel, args: Sequence, error: Exception) -> None:
     """Rejects a kernel for calls of this kind, with a warning: other kernels serve them."""
     reason = failure_text(error)
-    if len(KNOWN.calls) >= _MOST_FAILURES:
+    if len(KNOWN.calls) >= MOST_KINDS:
         KNOWN.calls.clear()
-    KNOWN.calls[_kind(kernel, args)] = reason
+    KNOWN.calls[kind_of_call(kernel, args)] = reason
+    KNOWN.choices.clear()
     warn_of_failure(kernel.op, kernel.name, device_of(args), reason)
 
 
@@ -356,69 +304,32 @@ def kernel(
     name: str,
     *,
     device_type: str | None = None,
-    unsupported: Callable[..., str | None] = _nothing,
-    prepare: Callable[..., None] = _nothing,
+    unsupported: Callable[..., str | None] = nothing,
+    prepare: Callable[..., None] = nothing,
     launching: Any = None,
 ) -> Callable[[Callable], Callable]:
     """Decorator: registers an implementation of an op. A later registration is tried before an
     earlier one."""
 
     def register(function: Callable) -> Callable:
-        assert all(k.name != name for k in KERNELS[op]), f"q2::{op} already has a kernel {name!r}"
-        added = Kernel(op, name, device_type, function, unsupported, prepare, launching)
-        KERNELS[op].insert(0, added)
+        add(Kernel(op, name, device_type, function, unsupported, prepare, launching))
         return function
 
     return register
 
 
-def ops() -> tuple[str, ...]:
-    """Names of the ops that have kernels, without their namespace."""
-    return tuple(KERNELS)
-
-
-def kernels(op: str) -> tuple[Kernel, ...]:
-    """All implementations of an op, in the order in which they are tried.
-
-    Raises:
-        ValueError: there is no such op.
-    """
-    if op not in KERNELS:
-        raise ValueError(f"q2 has no op {op!r}; it has {', '.join(sorted(KERNELS))}.")
-    return tuple(KERNELS[op])
-
-
-def serving(op: str, args: Sequence) -> Kernel:
-    """The kernel that runs op on these arguments (tensors may be fake): the first that serves
-    them."""
-    return next(k for k in kernels(op) if k.why_not(*args) is None)
-
-
-def serves(op: str, args: Sequence, names: Collection[str]) -> bool:
-    """Whether a kernel with one of these names runs op on these arguments.
-
-    Other kernels are queried after these, if at all: a query may start a self-check on the GPU, of
-    a kernel that then never runs.
-    """
-    if all(k.why_not(*args) is not None for k in kernels(op) if k.name in names):
-        return False
-    return serving(op, args).name in names
-
-
 def warm_up(op: str, args: Sequence) -> None:
     """Compiles and loads what op will launch on these arguments (tensors may be fake), so that
     nothing is left to be loaded inside a CUDA graph capture."""
-    for candidate in kernels(op):
-        if candidate.why_not(*args) is None:
-            try:
-                candidate.prepare(*args)
-                return
-            except Exception as error:
-                if candidate.name == REFERENCE or not kernels_own(
-                    error, op, candidate.name, device_of(args)
-                ):
-                    raise  # there is no kernel after the reference
-                reject(candidate, args, error)
+    while True:
+        chosen = choose(op, args).kernel
+        try:
+            chosen.prepare(*args)
+            return
+        except Exception as error:
+            if chosen.name == REFERENCE or not kernels_own(error, op, chosen.name, device_of(args)):
+                raise  # there is no kernel after the reference
+            reject(chosen, args, error)
 
 
 def select(op: str, args: Sequence, name: str | None = None) -> Callable:
@@ -434,7 +345,7 @@ def select(op: str, args: Sequence, name: str | None = None) -> Callable:
         NotServedError: it does not serve these arguments; the message says why.
     """
     if name is None:
-        return serving(op, args).function
+        return choose(op, args).kernel.function
     candidates = kernels(op)
     for candidate in candidates:
         if candidate.name == name:
@@ -448,9 +359,3 @@ def select(op: str, args: Sequence, name: str | None = None) -> Callable:
         f"q2::{op} has no kernel {name!r} on this machine; it has "
         f"{', '.join(k.name for k in candidates)}."
     )
-
-
-def device_of(args: Sequence) -> torch.device:
-    """The device of the first tensor among an op's arguments, or in the list that comes first."""
-    first = args[0][0] if isinstance(args[0], list | tuple) else None
-    return next(a.device for a in (first, *args) if isinstance(a, torch.Tensor))

@@ -37,8 +37,10 @@ from torch._guards import TracingContext
 from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from q2compile.runtime_kernels import kernel_states, registry
+from q2compile.runtime_kernels import kernel_states
+from q2compile.runtime_kernels.choice import KERNELS, Kernel
 from q2compile.runtime_kernels.cuda import checks
+from q2compile.runtime_kernels.kernel_states import KNOWN
 from tests.support.browser import Browser, missing
 from tests.support.forked import leave_guards_unmeasured
 from tests.support.new_process import forget_checks, forget_dump_folders
@@ -134,14 +136,15 @@ def candidate() -> Iterator[Callable[..., list]]:
             calls.append(args)
             raise error
 
-        kernel = registry.Kernel(op, name, "cpu", function)
+        kernel = Kernel(op, name, "cpu", function)
         added.append(dataclasses.replace(kernel, **parts))
-        registry.KERNELS[op].insert(0, added[-1])
+        KERNELS[op].insert(0, added[-1])
+        KNOWN.choices.clear()
         return calls
 
     yield put
     for kernel in added:
-        registry.KERNELS[kernel.op].remove(kernel)
+        KERNELS[kernel.op].remove(kernel)
 
 
 @pytest.fixture

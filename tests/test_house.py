@@ -46,6 +46,7 @@ MAX_ENTRIES = 18  # of q2compile/: what fits on one screen of a file tree
 # all it holds; a module belongs to the room with the longest name that fits.
 TOOLS = ["backend", "capture", "config", "graph", "linear", "recipes", "report", "rewrite"]
 TOOLS += ["runtime_kernels", "torch_internals"]
+CHOOSING = ["runtime_kernels.choice", "runtime_kernels.kernel_states"]
 SHARED_TOOLS = [f"tools.{n}" for n in ("arguments", "as_it_was", "batches", "given")]
 SHARED_TOOLS += [f"tools.{n}" for n in ("kernel_rows", "measure", "time_words", "worst_layers")]
 MAY_IMPORT = {
@@ -68,16 +69,15 @@ MAY_IMPORT = {
     "tools.page.assemble": [],
     "rewrite": ["capture", "config", "cost_model", "graph", "linear", "recipes", "report.row"]
     + ["torch_internals"],
-    "compiler": ["config", "graph", "lowering", "passes", "runtime_kernels.cuda.check_results"]
-    + ["runtime_kernels.cuda.checks", "runtime_kernels.kernel_states", "runtime_kernels.ops"]
-    + ["runtime_kernels.registry", "torch_internals", "weight_cache"],
+    "compiler": ["config", "graph", "lowering", "passes", "runtime_kernels", "torch_internals"]
+    + ["weight_cache"],
     "telemetry": ["capture", "graph", "recipes", "report.process_lock", "runtime_kernels"]
     + ["torch_internals"],
     "telemetry.options": ["recipes.policy"],
     "weight_cache": ["capture", "graph", "linear", "recipes", "report.row"]
     + ["runtime_kernels.numerics", "torch_internals"],
     "report": ["capture", "config", "cost_model", "graph", "linear", "lowering", "passes"]
-    + ["recipes", "runtime_kernels.ops", "runtime_kernels.registry", "torch_internals"],
+    + [*CHOOSING, "recipes", "runtime_kernels.ops", "runtime_kernels.registry", "torch_internals"],
     "report.process_lock": [],
     "failures": ["config", "graph", "torch_internals"],
     "capture": ["graph", "linear.tensor_parallel", "torch_internals"],
@@ -92,15 +92,15 @@ MAY_IMPORT = {
     "lowering": ["graph", "runtime_kernels", "torch_internals"],
     "runtime_kernels": [],
     "runtime_kernels.kernel_states": [],
-    "runtime_kernels.registry": ["runtime_kernels.kernel_states"],
+    "runtime_kernels.choice": ["runtime_kernels.kernel_states"],
+    "runtime_kernels.registry": CHOOSING,
     "runtime_kernels.numerics": [],
-    "runtime_kernels.ops": ["runtime_kernels.numerics", "runtime_kernels.registry"],
+    "runtime_kernels.ops": [*CHOOSING, "runtime_kernels.numerics", "runtime_kernels.registry"],
     "runtime_kernels.cache_folder": [],
-    "runtime_kernels.cpu": ["runtime_kernels.cache_folder", "runtime_kernels.kernel_states"]
-    + ["runtime_kernels.numerics", "runtime_kernels.ops", "runtime_kernels.registry"]
-    + ["torch_internals.cpp_compiler"],
-    "runtime_kernels.cuda": ["runtime_kernels.cache_folder", "runtime_kernels.kernel_states"]
-    + ["runtime_kernels.numerics", "runtime_kernels.ops", "runtime_kernels.registry"],
+    "runtime_kernels.cpu": [*CHOOSING, "runtime_kernels.cache_folder", "runtime_kernels.numerics"]
+    + ["runtime_kernels.ops", "runtime_kernels.registry", "torch_internals.cpp_compiler"],
+    "runtime_kernels.cuda": [*CHOOSING, "runtime_kernels.cache_folder", "runtime_kernels.numerics"]
+    + ["runtime_kernels.ops", "runtime_kernels.registry"],
     "runtime_kernels.cuda.jit": ["runtime_kernels.cache_folder", "runtime_kernels.kernel_states"],
 }
 # Torch's private modules that are imported outside of torch_internals/:

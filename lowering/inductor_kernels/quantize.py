@@ -9,8 +9,8 @@ import torch
 from torch._inductor import ir
 from torch._inductor.virtualized import V
 
+from q2compile.graph.nodes import choice_of
 from q2compile.graph.quantizers import quantizer_of
-from q2compile.graph.served import kernel_of
 from q2compile.lowering import launches
 from q2compile.lowering.inductor_kernels import fp8, mxfp4, nvfp4, selfcheck, support
 from q2compile.lowering.inductor_kernels.blocks import ReducedBlocks
@@ -93,4 +93,4 @@ def _served_by_reference_alone() -> bool:
     call = quantizer_of(V.current_node)
     assert call is not None
     args = call.replace(recorded=False).positional
-    return kernel_of(QUANTIZE, args).name in (CPP, REFERENCE)
+    return choice_of(QUANTIZE, args).name in (CPP, REFERENCE)

@@ -19,8 +19,9 @@ from q2compile.errors import BackendError
 from q2compile.graph.nodes import device_of, name_of, q2_nodes, values
 from q2compile.passes import PassConditions
 from q2compile.passes.verify import check_spec
+from q2compile.runtime_kernels.choice import ops
 from q2compile.runtime_kernels.kernel_states import AWAITED
-from q2compile.runtime_kernels.registry import bound, ops, warm_up
+from q2compile.runtime_kernels.registry import bound, warm_up
 from q2compile.torch_internals.aot_autograd import graph_kind
 from q2compile.torch_internals.dynamo import copied
 

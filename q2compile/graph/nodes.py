@@ -12,6 +12,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
+from q2compile.runtime_kernels.choice import Choice, choose
 from q2compile.runtime_kernels.ops.table import GEMM, GEMM_MASKED_UNROTATE, GROUPED_GEMM
 from q2compile.runtime_kernels.registry import bound, parameters
 
@@ -50,6 +51,11 @@ def name_of(target: Any) -> str:
 def values(args: Any) -> Any:
     """Arguments with the fakes of nodes in the place of these."""
     return map_arg(args, lambda n: n.meta["val"])
+
+
+def choice_of(op: str, args: Any) -> Choice:
+    """The kernel that would run an op on all these arguments, nodes among them, by their fakes."""
+    return choose(op, values(args))
 
 
 def named_arguments(node: fx.Node) -> dict[str, object]:

@@ -17,8 +17,9 @@ from q2compile.graph.storages import hint_of
 from q2compile.lowering.inductor_kernels import selfcheck, support
 from q2compile.recipes.recipe import GEMMS
 from q2compile.report.row import Row
+from q2compile.runtime_kernels.choice import choose
 from q2compile.runtime_kernels.ops.table import SEED, SPECS, QuantizerCall
-from q2compile.runtime_kernels.registry import CPP, INDUCTOR, REFERENCE, bound, serving
+from q2compile.runtime_kernels.registry import CPP, INDUCTOR, REFERENCE, bound
 from q2compile.torch_internals.private_names import FakeTensorMode, TorchDispatchMode
 
 
@@ -38,7 +39,7 @@ class _Recorder(TorchDispatchMode):
         namespace, _, op = func.name().partition("::")
         if namespace == "q2" and op != SEED:
             all_args = bound(op, args, kwargs or {})
-            name, label = serving(op, all_args).name, op
+            name, label = choose(op, all_args).name, op
             if op in SPECS:
                 call = QuantizerCall.of(op, all_args)
                 name, label = self._with_inductor(call, name), call.label

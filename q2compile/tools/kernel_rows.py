@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from q2compile.lowering.inductor_kernels import selfcheck as inductor_selfcheck
+from q2compile.runtime_kernels.choice import Kernel, kernels, ops
 from q2compile.runtime_kernels.cuda import checks, selfcheck
 from q2compile.runtime_kernels.cuda.checked_cases import (
     CASES,
@@ -30,14 +31,7 @@ from q2compile.runtime_kernels.cuda.quantize.groups_of_recipes import groups_of_
 from q2compile.runtime_kernels.kernel_states import REJECTED, awaited_in, lines_of, state_of
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED
 from q2compile.runtime_kernels.ops.table import GEMM, QUANTIZE, QuantizerVariant, rowwise_call
-from q2compile.runtime_kernels.registry import (
-    GROUPED,
-    INDUCTOR,
-    REFERENCE,
-    Kernel,
-    kernels,
-    ops,
-)
+from q2compile.runtime_kernels.registry import GROUPED, INDUCTOR, REFERENCE
 
 # The schemes of the recipes' operands for which Inductor kernels are used.
 INDUCTOR_CHECKED: tuple[str, ...] = ("nvfp4_46_pow2", "nvfp4_46", "nvfp4_16x16_pow2")

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from q2compile.runtime_kernels.choice import kernels
 from q2compile.runtime_kernels.cpu import build
 from q2compile.runtime_kernels.kernel_states import KNOWN, Result, lacks_memory
 from q2compile.runtime_kernels.kernel_states import rejected as rejected_for
@@ -22,13 +23,7 @@ from q2compile.runtime_kernels.numerics.groups import padded_ends
 from q2compile.runtime_kernels.numerics.layout import pack_bits
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.ops.table import DEQUANTIZE, GEMM, QuantizerCall, rowwise_call
-from q2compile.runtime_kernels.registry import (
-    CPP,
-    REFERENCE,
-    failure_text,
-    kernels,
-    warn_of_failure,
-)
+from q2compile.runtime_kernels.registry import CPP, REFERENCE, failure_text, warn_of_failure
 
 _CPU = torch.device("cpu")
 _ROWS, _COLUMNS = 37, 152  # no multiple of 16, more lanes than a register has

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.profiler import record_function
 
+from q2compile.runtime_kernels.choice import choose
 from q2compile.runtime_kernels.cuda.calls import (
     ALIGNMENT,
     BoundCall,
@@ -28,7 +29,7 @@ from q2compile.runtime_kernels.cuda.calls import (
 )
 from q2compile.runtime_kernels.cuda.quantize.grouped_check import Group, checked_as, rejection
 from q2compile.runtime_kernels.cuda.quantize.grouped_launch import ScaleProduct, grouped_plan
-from q2compile.runtime_kernels.registry import bound, call_op, kernels_own, reject, serving
+from q2compile.runtime_kernels.registry import bound, call_op, kernels_own, reject
 
 _profiler = torch.autograd.profiler
 
@@ -86,7 +87,7 @@ class CallSite:
             self._bound(given)
             return
         args, buffers = self.arguments(given), given[len(self.open) :]
-        kernel = serving(self.op, args)
+        kernel = choose(self.op, args)
         if kernel.launching is None:  # Inductor's caches may come from a process with other kernels
             self.through_the_dispatcher(args, buffers)
             return
@@ -98,7 +99,7 @@ class CallSite:
         except Exception as error:
             if not kernels_own(error, self.op, kernel.name, operands[0].device):
                 raise
-            reject(kernel, args, error)
+            reject(kernel.kernel, args, error)
             self.through_the_dispatcher(args, buffers)
             return
         same = all(a is b for a, b in zip(operands, tensors_of(args), strict=True))
@@ -194,7 +195,7 @@ class GroupedCallSite(JointCallSite):
                 self._bound(given)
                 return
         args, end = self.arguments(given), self.beginnings[-1]
-        kernels = [serving(site.op, a) for site, a in zip(self.sites, args, strict=True)]
+        kernels = [choose(site.op, a) for site, a in zip(self.sites, args, strict=True)]
         self._separate |= any(kernel.launching is None for kernel in kernels)
         if self._separate or self._is_rejected(args):
             self._one_by_one(given)

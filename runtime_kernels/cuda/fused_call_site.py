@@ -17,18 +17,13 @@ from typing import Any
 
 import torch
 
+from q2compile.runtime_kernels.choice import choose
 from q2compile.runtime_kernels.cuda.call_site import CallSite, JointCallSite
 from q2compile.runtime_kernels.cuda.calls import BoundCall, aligned
 from q2compile.runtime_kernels.cuda.quantize import fused
 from q2compile.runtime_kernels.cuda.quantize.prologue_expression import PrologueExpression
 from q2compile.runtime_kernels.ops.table import QUANTIZE, QuantizerCall
-from q2compile.runtime_kernels.registry import (
-    FUSED,
-    failure_text,
-    kernels_own,
-    serving,
-    warn_of_failure,
-)
+from q2compile.runtime_kernels.registry import FUSED, failure_text, kernels_own, warn_of_failure
 
 
 class FusedCallSite(JointCallSite):
@@ -65,7 +60,7 @@ class FusedCallSite(JointCallSite):
         process with other kernels."""
         args = self.arguments(rest)
         like = inputs[0].new_empty((0, self._prologue.cols), dtype=self._prologue.dtype)
-        if serving(QUANTIZE, (like, *args[0][1:])).launching is None:
+        if choose(QUANTIZE, (like, *args[0][1:])).launching is None:
             return None
         calls = [QuantizerCall.of(QUANTIZE, each) for each in args]
         byte_offsets = [0] * len(inputs)

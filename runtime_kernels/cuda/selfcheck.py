@@ -17,6 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from q2compile.runtime_kernels.choice import kernels
 from q2compile.runtime_kernels.cuda import checks
 from q2compile.runtime_kernels.cuda.calls import Launching
 from q2compile.runtime_kernels.cuda.check_results import Request
@@ -47,7 +48,7 @@ from q2compile.runtime_kernels.ops.table import (
     QuantizerCall,
     QuantizerVariant,
 )
-from q2compile.runtime_kernels.registry import CUDA, REFERENCE, kernels, select
+from q2compile.runtime_kernels.registry import CUDA, REFERENCE, select
 
 _MIB = 1 << 20
 # The subject of a check, in addition to op and scheme.

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from q2compile.runtime_kernels.choice import kernels, ops
 from q2compile.runtime_kernels.numerics.schemes import Scheme, get_scheme
 from q2compile.runtime_kernels.numerics.transforms import Transform, get_transform
 from q2compile.runtime_kernels.registry import (
@@ -28,8 +29,6 @@ from q2compile.runtime_kernels.registry import (
     REFERENCE,
     as_written,
     bound,
-    kernels,
-    ops,
     parameters,
 )
 

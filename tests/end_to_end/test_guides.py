@@ -26,6 +26,7 @@ import torch
 from q2compile.config import CONFIG_FILE_VARIABLE, Config
 from q2compile.report import announce
 from q2compile.runtime_kernels import registry
+from q2compile.runtime_kernels.kernel_states import KNOWN
 from q2compile.tools import cli
 from tests.support.guide_model import prepared
 from tests.support.markdown import Block, blocks, broken_links, prose
@@ -350,6 +351,7 @@ def _kernels_of_a_page_are_forgotten() -> Iterator[None]:
     yield
     for op, kernels in before.items():
         registry.KERNELS[op][:] = kernels
+    KNOWN.choices.clear()
 
 
 @pytest.fixture

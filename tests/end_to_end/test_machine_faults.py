@@ -101,7 +101,7 @@ def test_a_gpu_without_kernels_runs_the_reference_and_says_why(gpu):
     arguments = rht_arguments()
     with pytest.warns(RuntimeWarning, match="none of its CUDA kernels runs on cuda:0") as said:
         for _ in range(2):
-            assert registry.serving("quantize", arguments).name == "reference"
+            assert registry.choose("quantize", arguments).name == "reference"
     assert len(texts(said, RuntimeWarning)) == 1
     with pytest.raises(ValueError, match="capability 8.0 and higher, not for 7.5"):
         registry.select("quantize", arguments, "cuda")
@@ -116,7 +116,7 @@ def test_a_kernel_is_checked_once(gpu, monkeypatch, capability, wrong):
     arguments = rht_arguments()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        served = {registry.serving("quantize", arguments).name for _ in range(2)}
+        served = {registry.choose("quantize", arguments).name for _ in range(2)}
     assert served == {"cuda" if wrong is None else "reference"}
     cost = "Another runs in its place: a torch reference takes 10 to 30 times as long."
     assert [cost in said for said in texts(caught, KernelWarning)] == [True] * bool(wrong)
@@ -134,8 +134,8 @@ def test_a_gpu_without_nvrtc_runs_the_reference_and_says_what_to_install(gpu, mo
     arguments = rht_arguments()
     try:
         with pytest.warns(RuntimeWarning, match="none of its CUDA kernels runs"):
-            assert registry.serving("quantize", arguments).name == "reference"
-        assert registry.serving("quantize", arguments).name == "reference"
+            assert registry.choose("quantize", arguments).name == "reference"
+        assert registry.choose("quantize", arguments).name == "reference"
         with pytest.raises(ValueError, match="pip install cuda-bindings nvidia-cuda-nvrtc"):
             registry.select("quantize", arguments, "cuda")
     finally:

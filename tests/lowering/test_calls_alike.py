@@ -87,13 +87,13 @@ def test_equal_layers_have_equal_calls(fuse, sources, monkeypatch) -> None:
     monkeypatch.setattr(FusedCallSite, "enqueue", lambda site, given: None)
     monkeypatch.setattr(fusion_rule, "why_not", lambda *args: None)
     asked: Counter[Any] = Counter()
-    serving = launches.serving
+    choose = launches.choose
 
     def counted(op: str, args: Any) -> Any:
         asked[(len(sources), op, *map(kind_of, args))] += 1
-        return serving(op, args)
+        return choose(op, args)
 
-    monkeypatch.setattr(launches, "serving", counted)
+    monkeypatch.setattr(launches, "choose", counted)
     compile_layers(3, fuse_rotations=fuse)
     assert fuse == any("q2_fused_1" in source for source in sources)
     assert max(asked.values()) == 1 + fuse, asked

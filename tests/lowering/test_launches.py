@@ -19,7 +19,7 @@ from torch._inductor.lowering import lowerings
 from q2compile import lowering
 from q2compile.lowering import launches
 from q2compile.lowering.member import Member
-from q2compile.runtime_kernels import registry
+from q2compile.runtime_kernels import choice, registry
 from q2compile.runtime_kernels.cuda.call_site import CallSite, GroupedCallSite
 from q2compile.runtime_kernels.cuda.gemm import scaled_mm
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, LaunchError
@@ -408,7 +408,7 @@ def test_every_op_that_reads_an_operand_has_a_lowering() -> None:
     """Inductor stores the operands of an op without a lowering, from the second such op of a
     process on. Other kernels then read rounded values."""
     lowering.register()
-    for name in registry.ops():
+    for name in choice.ops():
         if name in (
             *(
                 "quantize",

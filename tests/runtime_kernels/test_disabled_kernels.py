@@ -76,4 +76,4 @@ def test_another_kernel_runs_in_the_place_of_a_disabled_one(gpu, monkeypatch, di
     gpu((12, 0))
     monkeypatch.setattr(selfcheck, "disagreement", lambda *what: None)
     disable(disabled, VARIABLE)
-    assert registry.serving("gemm", on_gpu("gemm", "nvfp4_46_pow2")).name.startswith(served)
+    assert registry.choose("gemm", on_gpu("gemm", "nvfp4_46_pow2")).name.startswith(served)

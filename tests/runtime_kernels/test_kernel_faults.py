@@ -13,12 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from q2compile.report.report import RunReport
 from q2compile.runtime_kernels import registry
+from q2compile.runtime_kernels.choice import Kernel
 from q2compile.runtime_kernels.cuda import checked_cases, selfcheck
 from q2compile.runtime_kernels.cuda.checked_cases import COLUMNWISE, op_of
 from q2compile.runtime_kernels.cuda.jit import launch, nvrtc
+from q2compile.runtime_kernels.kernel_states import KNOWN
 from q2compile.runtime_kernels.numerics.layout import pack_bits, unpack_bits
 from q2compile.runtime_kernels.ops.table import QuantizerVariant
-from q2compile.runtime_kernels.registry import CPP, REFERENCE, SCALED_MM, Kernel, KernelWarning
+from q2compile.runtime_kernels.registry import CPP, REFERENCE, SCALED_MM, KernelWarning
 from tests.support.pretended_gpu import on_gpu
 from tests.support.small_model import Mlp, quantized
 from tests.support.warned import texts
@@ -130,7 +132,7 @@ def test_a_kernel_asked_for_by_name_is_never_replaced(candidate):
         run("gemm", args)
     with pytest.raises(ValueError, match="'broken' cannot run q2::gemm here: rejected: it fai"):
         registry.select("gemm", args, "broken")
-    assert len(calls) == 2 and registry.serving("gemm", args).name == CPP
+    assert len(calls) == 2 and registry.choose("gemm", args).name == CPP
 
 
 def test_want_of_memory_is_no_fault_of_the_kernel(candidate):
@@ -178,7 +180,7 @@ def test_a_kernel_that_cannot_be_prepared_is_never_called(candidate, error):
     args = gemm_arguments()
     with pytest.warns(KernelWarning, match="'broken' of q2::gemm on cpu is rejected"):
         registry.warm_up("gemm", args)
-    assert len(prepared) == 1 and registry.serving("gemm", args).name == "next"
+    assert len(prepared) == 1 and registry.choose("gemm", args).name == "next"
     assert calls == []
 
 
@@ -193,9 +195,11 @@ def test_the_reference_is_never_rejected(monkeypatch):
     broken = dataclasses.replace(reference, prepare=prepare)
     with monkeypatch.context() as patch:
         patch.setitem(registry.KERNELS, "gemm", [broken])
+        KNOWN.choices.clear()
         with pytest.raises(RuntimeError, match="no driver"):
             registry.warm_up("gemm", args)
-        assert registry.serving("gemm", args) is broken
+        assert registry.choose("gemm", args).kernel is broken
+    KNOWN.choices.clear()
     registry.warm_up("gemm", args)
 
 
@@ -232,7 +236,7 @@ def test_a_kernel_that_raises_in_its_self_check_is_refused(gpu, monkeypatch, err
     with pytest.warns(KernelWarning) as caught:
         for of, (scheme, *_) in checked_cases.CHECKED.items():
             op, args = op_of(of), on_gpu(of, scheme)
-            assert [registry.serving(op, args).name for _ in range(2)] == [REFERENCE] * 2
+            assert [registry.choose(op, args).name for _ in range(2)] == [REFERENCE] * 2
             for kernel in of_gpus(op):
                 if kernel.name == SCALED_MM:  # PyTorch's own GEMM, for other codes
                     continue
@@ -249,7 +253,7 @@ def test_an_unknown_gpu_runs_the_nearest_kernels_and_gemms_in_bf16(gpu, monkeypa
     for of, schemes in checked_cases.CHECKED.items():
         for scheme in schemes:
             op = op_of(of)
-            served = registry.serving(op, on_gpu(of, scheme)).name
+            served = registry.choose(op, on_gpu(of, scheme)).name
             want = {"gemm_masked_unrotate": REFERENCE}  # which calls the two ops
             want |= dict.fromkeys(("gemm", "grouped_gemm"), "cuda_bf16")
             assert served == want.get(op, "cuda"), (op, scheme)
@@ -262,7 +266,7 @@ def test_a_gpu_too_old_runs_the_references_and_every_kernel_says_why(gpu, capabi
         for of, schemes in checked_cases.CHECKED.items():
             for scheme in schemes:
                 op, args = op_of(of), on_gpu(of, scheme)
-                assert registry.serving(op, args).name == REFERENCE
+                assert registry.choose(op, args).name == REFERENCE
                 for kernel in of_gpus(op):
                     assert kernel.why_not(*args)
     assert len(texts(said, RuntimeWarning)) == 1
@@ -278,7 +282,7 @@ def test_whatever_is_wrong_with_nvrtc_the_references_run(gpu, monkeypatch, error
     monkeypatch.setattr(nvrtc, "version", version)
     args = on_gpu(COLUMNWISE, "nvfp4_ms_eden_pow2")
     with pytest.warns(RuntimeWarning, match=str(error)):
-        assert registry.serving("quantize", args).name == REFERENCE
+        assert registry.choose("quantize", args).name == REFERENCE
     with pytest.raises(ValueError, match=str(error)):
         registry.select("quantize", args, "cuda")
 
@@ -291,11 +295,11 @@ def test_in_a_capture_nothing_is_checked_and_the_error_says_what_to_do(gpu, monk
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     for _ in range(2):
         with pytest.raises(launch.LaunchError, match="run the model once before capturing"):
-            registry.serving("quantize", args)
+            registry.choose("quantize", args)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert registry.serving("quantize", args).name == "cuda" and len(checks) == 1
+    assert registry.choose("quantize", args).name == "cuda" and len(checks) == 1
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert registry.serving("quantize", args).name == "cuda"
+    assert registry.choose("quantize", args).name == "cuda"
 
 
 # ---- what a self-check covers -------------------------------------------------------------------

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from q2compile.graph import served
+from q2compile.graph import nodes
 
 
 def serve_by(monkeypatch: pytest.MonkeyPatch, serving: Callable[[str, Any], Any]) -> None:
     """Passes get ``serving(op, args)`` as the kernel that would run an op."""
-    monkeypatch.setattr(served, "serving", serving)
-    monkeypatch.setattr(served, "serves", lambda op, args, names: serving(op, args).name in names)
+    monkeypatch.setattr(nodes, "choose", serving)

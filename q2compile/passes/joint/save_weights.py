@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from q2compile.graph.nodes import outputs_of
+from q2compile.graph.nodes import choice_of, outputs_of
 from q2compile.graph.quantizers import quantizer_of, quantizers, set_call
-from q2compile.graph.served import serves_quantizer
 from q2compile.graph.views import CAST, VIEWS, behind
 from q2compile.runtime_kernels.ops.requantize import rounds_by_scales
 from q2compile.runtime_kernels.ops.table import QuantizerCall
@@ -109,7 +108,9 @@ def _known_by_scales(weight: fx.Node, call: QuantizerCall) -> bool:
 
 
 def _served(call: QuantizerCall) -> bool:
-    return call.x.meta["val"].device.type != "cuda" or serves_quantizer(call, CUDA)
+    if call.x.meta["val"].device.type != "cuda":
+        return True
+    return choice_of(call.spec.name, call.positional).name == CUDA
 
 
 def _outputs_of_both(

@@ -8,9 +8,8 @@ from typing import Any
 from torch import fx
 
 from q2compile.graph.gemms import OPERANDS
-from q2compile.graph.nodes import GEMM_OPS, is_q2, name_of, update_outputs
+from q2compile.graph.nodes import GEMM_OPS, choice_of, is_q2, name_of, update_outputs
 from q2compile.graph.quantizers import is_forward_operand, quantizers, set_call
-from q2compile.graph.served import is_served_by, serves_quantizer
 from q2compile.graph.views import behind
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED
 from q2compile.runtime_kernels.ops.table import QuantizerCall
@@ -50,7 +49,7 @@ def dequantize_operands_pass(graph: fx.Graph) -> int:
             continue
         scheme = call.scheme.with_form(DEQUANTIZED).name
         call = call.replace(scheme=scheme)
-        if not serves_quantizer(call, CUDA):
+        if choice_of(call.spec.name, call.positional).name != CUDA:
             continue
         set_call(node, call)
         update_outputs(node)
@@ -75,4 +74,6 @@ def _is_large_input(x: Any) -> bool:
 
 
 def _is_bf16(node: fx.Node) -> bool:
-    return is_q2(node, *GEMM_OPS) and is_served_by(name_of(node.target), node.args, CUDA_BF16)
+    if not is_q2(node, *GEMM_OPS):
+        return False
+    return choice_of(name_of(node.target), node.args).name == CUDA_BF16

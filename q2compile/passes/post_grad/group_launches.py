@@ -11,9 +11,8 @@ from torch import fx
 
 from q2compile.graph.launch_groups import adjacent_quantizers, global_scales
 from q2compile.graph.node_meta import ALPHA_FROM, LAUNCH_GROUP
-from q2compile.graph.nodes import is_q2
+from q2compile.graph.nodes import choice_of, is_q2
 from q2compile.graph.quantizers import quantizer_of
-from q2compile.graph.served import kernel_of
 from q2compile.runtime_kernels.cuda.quantize.grouping import Tail, groups_of
 from q2compile.runtime_kernels.cuda.quantize.plan import tail_launch_of_scheme
 from q2compile.runtime_kernels.ops.split_scales import splits_scales
@@ -70,13 +69,13 @@ def _tail(node: fx.Node) -> Tail:
 
 def _is_launched(call: QuantizerCall) -> bool:
     """Whether a kernel of ours serves it, or what follows an Inductor kernel in its place."""
-    if kernel_of(call.spec.name, call.positional).launching is not None:
+    if choice_of(call.spec.name, call.positional).launching is not None:
         return True
     scheme = call.scheme
     if not call.spec.is_lowered or scheme.dequantized or not splits_scales(scheme):
         return False
     raw_scales = call.x.meta["val"].new_empty((1, 1), dtype=torch.float32)
-    return kernel_of(SPLIT_SCALES, (raw_scales, scheme.name)).launching is not None
+    return choice_of(SPLIT_SCALES, (raw_scales, scheme.name)).launching is not None
 
 
 def _mark_products(group: list[fx.Node], number: int) -> None:
@@ -101,6 +100,6 @@ def _other_global_scale(gemm: fx.Node, scale: fx.Node) -> fx.Node | None:
     pair: Any = (gemm.args[_A], gemm.args[_B])
     if scale not in pair or pair[0] is pair[1]:
         return None
-    if kernel_of(GEMM, gemm.args).name != CUBLASLT_FP4:
+    if choice_of(GEMM, gemm.args).name != CUBLASLT_FP4:
         return None
     return pair[1] if pair[0] is scale else pair[0]

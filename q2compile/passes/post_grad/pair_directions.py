@@ -10,9 +10,8 @@ from typing import Any
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from q2compile.graph.nodes import is_q2, tangents
+from q2compile.graph.nodes import choice_of, is_q2, tangents
 from q2compile.graph.quantizers import quantizer_of, quantizers
-from q2compile.graph.served import kernel_of
 from q2compile.graph.storages import SMALL, WORTH_TIME, bytes_of
 from q2compile.runtime_kernels.ops.table import PADDED_ENDS, QuantizerCall
 from q2compile.runtime_kernels.registry import REFERENCE
@@ -103,7 +102,7 @@ def _is_pair(first: fx.Node, second: fx.Node) -> bool:
         return isinstance(seed, fx.Node) or both.scheme.is_tensorwise
     of_rows, of_columns = both.x.meta["val"].stride()
     in_columns = statically_known_true(of_rows == 1) and statically_known_true(of_columns != 1)
-    return not in_columns and kernel_of(both.spec.name, both.positional).name != REFERENCE
+    return not in_columns and choice_of(both.spec.name, both.positional).name != REFERENCE
 
 
 def _groups(call: QuantizerCall) -> tuple[Any, ...]:

@@ -10,8 +10,8 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from q2compile.graph.nodes import choice_of
 from q2compile.graph.quantizers import quantizer_of, set_call
-from q2compile.graph.served import serves_quantizer
 from q2compile.graph.views import CAST, kind_of
 from q2compile.runtime_kernels.ops.quantize import DBIAS_DTYPES
 from q2compile.runtime_kernels.ops.table import QuantizerCall
@@ -94,7 +94,7 @@ def _with_dbias(node: fx.Node, dtype: torch.dtype) -> QuantizerCall | None:
     in_columns = statically_known_true(of_rows == 1) and statically_known_true(of_columns != 1)
     call = call.replace(dbias=dtype)
     may_fuse = call.operands[-1].seed is None and not call.rotated
-    if may_fuse or in_columns or not serves_quantizer(call, CUDA):
+    if may_fuse or in_columns or choice_of(call.spec.name, call.positional).name != CUDA:
         return None
     return call
 

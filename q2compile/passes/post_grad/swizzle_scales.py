@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 
 from q2compile.graph.nodes import (
+    choice_of,
     depending_on_tangents,
     is_q2,
     name_of,
@@ -17,7 +18,6 @@ from q2compile.graph.nodes import (
     update_outputs,
 )
 from q2compile.graph.quantizers import quantizer_of
-from q2compile.graph.served import is_served_by
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, get_scheme
 from q2compile.runtime_kernels.ops.table import GEMM, TRANSPOSE
 from q2compile.runtime_kernels.ops.transpose import of_rows
@@ -84,7 +84,7 @@ def _swizzle(nodes: Iterable[fx.Node]) -> int:
         if not all(_served(*reader, scheme) for reader in readers):
             continue
         op = name_of(node.target)
-        if not is_served_by(op, tuple(args.values()), CUDA):
+        if choice_of(op, tuple(args.values())).name != CUDA:
             continue
         node.args, node.kwargs = as_written(op, args)
         update_outputs(node)
@@ -130,4 +130,4 @@ def _with_swizzled(
 
 def _served(reader: fx.Node, scales: fx.Node, scheme: str) -> bool:
     args, kernels = _with_swizzled(reader, scales, scheme)
-    return bool(args) and is_served_by(name_of(reader.target), tuple(args.values()), *kernels)
+    return bool(args) and choice_of(name_of(reader.target), tuple(args.values())).name in kernels

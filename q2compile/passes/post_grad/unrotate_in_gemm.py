@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from q2compile.graph.nodes import is_q2, named_arguments, q2_nodes
-from q2compile.graph.served import is_served_by
+from q2compile.graph.nodes import choice_of, is_q2, named_arguments, q2_nodes
 from q2compile.runtime_kernels.ops.table import GEMM, GEMM_MASKED_UNROTATE, MASKED_UNROTATE
 from q2compile.runtime_kernels.registry import TRITON_FP4
 
@@ -39,11 +38,11 @@ def unrotate_in_gemm_pass(graph: fx.Graph) -> int:
         if not isinstance(y, fx.Node) or not is_q2(y, GEMM) or len(y.users) > 1:
             continue
         of_gemm: dict[str, Any] = named_arguments(y)
-        if of_gemm["bias"] is not None or not is_served_by(GEMM, y.args, TRITON_FP4):
+        if of_gemm["bias"] is not None or choice_of(GEMM, y.args).name != TRITON_FP4:
             continue
         operands, (*schemes, dtype) = y.args[:6], y.args[7:]
         args: Any = (*operands, mask, *schemes, transform, dtype)
-        if not is_served_by(GEMM_MASKED_UNROTATE, args, TRITON_FP4):
+        if choice_of(GEMM_MASKED_UNROTATE, args).name != TRITON_FP4:
             continue
         with graph.inserting_before(back):
             both = graph.call_function(_OP, args)

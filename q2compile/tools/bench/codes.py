@@ -26,9 +26,10 @@ from typing import Any
 import torch
 
 from q2compile.cost_model.quantizers import Quantizer
+from q2compile.runtime_kernels.choice import choose
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED
 from q2compile.runtime_kernels.ops.table import REQUANTIZE, QuantizerCall, rowwise_call
-from q2compile.runtime_kernels.registry import REFERENCE, select, serving
+from q2compile.runtime_kernels.registry import REFERENCE, select
 from q2compile.tools.bench.cases import CASES, call_of
 
 SHAPE = (8192, 4096)
@@ -111,7 +112,7 @@ def pieces(tensor: torch.Tensor) -> str:
 
 
 def kernel_of(call: QuantizerCall) -> str:
-    return serving(call.spec.name, call.positional).name
+    return choose(call.spec.name, call.positional).name
 
 
 def differences(got: dict[str, str], want: dict[str, str]) -> str:

@@ -19,6 +19,7 @@ from q2compile.cost_model.predict import Prediction, predict
 from q2compile.cost_model.prices import recipe_steps
 from q2compile.recipes.published import RECIPES
 from q2compile.recipes.resolve import resolve
+from q2compile.runtime_kernels.choice import kernels
 from q2compile.runtime_kernels.cuda.gemm import cublaslt
 from q2compile.runtime_kernels.cuda.gemm.cublaslt_fp4 import product_of
 from q2compile.runtime_kernels.cuda.selfcheck import GEMM_ERROR
@@ -28,7 +29,6 @@ from q2compile.runtime_kernels.registry import (
     CUDA_BF16,
     REFERENCE,
     TRITON_FP4,
-    kernels,
     select,
 )
 from q2compile.tools.bench import host

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from q2compile.runtime_kernels.choice import kernels
 from q2compile.runtime_kernels.cuda import check_results, checks
 from q2compile.runtime_kernels.cuda.check_results import Request
 from q2compile.runtime_kernels.cuda.checked_cases import GEMM_ERROR
@@ -35,7 +36,7 @@ from q2compile.runtime_kernels.numerics.formats import decode_e2m1
 from q2compile.runtime_kernels.numerics.schemes import Scheme
 from q2compile.runtime_kernels.numerics.swizzle import unswizzle_32x4x4
 from q2compile.runtime_kernels.ops.gemm import alpha_of
-from q2compile.runtime_kernels.registry import kernels, kernels_own
+from q2compile.runtime_kernels.registry import kernels_own
 
 LOG = logging.getLogger("q2compile")
 FLOPS = 2**30

@@ -11,12 +11,13 @@ rows of the second operand are padded to a multiple of 16, and the result is cut
 import torch
 from torch.nn.functional import pad
 
+from q2compile.runtime_kernels.choice import choose
 from q2compile.runtime_kernels.cuda.gemm.operands import without_contraction
 from q2compile.runtime_kernels.cuda.jit.limits import capability_of, why_no_fp8, why_not_in_e4m3
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.ops.gemm import checked_gemm
 from q2compile.runtime_kernels.ops.table import TO_E4M3
-from q2compile.runtime_kernels.registry import CUDA, SCALED_MM, kernel, serves, warm_up
+from q2compile.runtime_kernels.registry import CUDA, SCALED_MM, kernel, warm_up
 
 UNIT = 16  # rows of the second operand, and the contraction, which quantizers pad
 
@@ -35,7 +36,7 @@ def _unsupported(
         if spec.format != "mxfp4" or spec.form or b_global is None:
             return f"it multiplies codes of fp8 and mxfp4, each with its scales, not {scheme}"
         why = why_not_in_e4m3(capability)
-        if why is None and not serves(TO_E4M3, (*operand, scheme), (CUDA,)):
+        if why is None and choose(TO_E4M3, (*operand, scheme)).name != CUDA:
             why = f"kernel {CUDA!r} of q2::{TO_E4M3} does not run"
         if why is not None:
             return why

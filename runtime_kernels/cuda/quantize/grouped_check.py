@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from q2compile.runtime_kernels.choice import kernels
 from q2compile.runtime_kernels.cuda import checks
 from q2compile.runtime_kernels.cuda.calls import BoundCall, tensors_of
 from q2compile.runtime_kernels.cuda.check_results import Request
@@ -41,14 +42,7 @@ from q2compile.runtime_kernels.cuda.selfcheck import (
 )
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.ops.table import DEQUANTIZE, SPECS, QuantizerCall, QuantizerVariant
-from q2compile.runtime_kernels.registry import (
-    CUDA,
-    GROUPED,
-    REFERENCE,
-    kernels,
-    parameters,
-    select,
-)
+from q2compile.runtime_kernels.registry import CUDA, GROUPED, REFERENCE, parameters, select
 
 # A call as its check describes it, and the scheme.
 Checked = tuple[str | QuantizerVariant | CheckKey, str]

@@ -22,10 +22,10 @@ from q2compile.graph.nodes import named_arguments, q2_nodes
 from q2compile.passes.post_grad.swizzle_scales import swizzle_saved_scales_pass, swizzle_scales_pass
 from q2compile.passes.verify import check_spec
 from q2compile.recipes.resolve import resolve
+from q2compile.runtime_kernels.choice import kernels
 from q2compile.runtime_kernels.cuda import masked_unrotate, transpose
 from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4, cuda_bf16, triton_fp4
 from q2compile.runtime_kernels.cuda.quantize import quantizers
-from q2compile.runtime_kernels.registry import kernels
 from q2compile.torch_internals.aot_autograd import aot_eager_compile, backward_at_once, graph_kind
 from tests.support import quantizer_calls as calls
 from tests.support.graph_builder import EDEN, SOURCE, Builder, q2, run, traced

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import q2compile.runtime_kernels as runtime_kernels
+from q2compile.runtime_kernels.choice import choose, kernels
 from q2compile.runtime_kernels.cpu import build
 from q2compile.runtime_kernels.cpu import kernels as ctypes_of
 from q2compile.runtime_kernels.cpu.quantize import UNSUPPORTED
@@ -30,11 +31,9 @@ from q2compile.runtime_kernels.registry import (
     CPP,
     REFERENCE,
     KernelWarning,
-    kernels,
     left_out,
     preferences,
     select,
-    serving,
 )
 from tests.support import quantizer_calls as calls
 from tests.support.nonfinite import VALUES, assert_same, with_bad
@@ -276,7 +275,7 @@ def test_serves_all_that_is_not_listed() -> None:
     x = matrix((4, 32), torch.bfloat16)
     for scheme in FP4:
         call = calls.plain(x, None, SEEDS[0], scheme)
-        assert serving("quantize", call.positional).name == CPP
+        assert choose("quantize", call.positional).name == CPP
     parts = quantized("nvfp4_46_pow2", x)
     left = (
         call.replace(recorded=True),
@@ -287,7 +286,7 @@ def test_serves_all_that_is_not_listed() -> None:
     *reasons, _ = UNSUPPORTED  # the last: no scheme of the table has a rounding without a rule
     for other, reason in zip(left, reasons, strict=True):
         op, args = other.spec.name, other.positional
-        assert serving(op, args).name == REFERENCE
+        assert choose(op, args).name == REFERENCE
         with pytest.raises(ValueError, match=reason):
             select(op, args, CPP)
 
@@ -398,7 +397,7 @@ def test_a_kernel_that_differs_is_rejected(fresh, monkeypatch) -> None:
 
     monkeypatch.setattr(ctypes_of, "entry", wrong)
     with pytest.warns(KernelWarning, match="'cpp' of q2::quantize on cpu is rejected: its self-ch"):
-        served = serving("quantize", call.positional)
+        served = choose("quantize", call.positional)
     assert served.name == REFERENCE
     with pytest.raises(ValueError, match="rejected: its self-check failed: 1 of .* output 0"):
         select("quantize", call.positional, CPP)
@@ -415,7 +414,7 @@ def test_without_a_compiler_the_references_run(fresh, monkeypatch, tmp_path, cap
     call = calls.plain(matrix((4, 32), torch.bfloat16), None, None, "nvfp4_46_pow2")
     with caplog.at_level("WARNING", "q2compile"):
         for _ in range(2):
-            assert serving("quantize", call.positional).name == REFERENCE
+            assert choose("quantize", call.positional).name == REFERENCE
     (said,) = [r.message for r in caplog.records if r.name == "q2compile"]
     assert "Inductor finds no C++ compiler (No working C++ compiler found)" in said
     assert said in preferences()
@@ -435,7 +434,7 @@ def test_where_nothing_may_be_written_the_references_run(fresh, monkeypatch, tmp
     monkeypatch.setattr(tempfile, "mkstemp", read_only)
     monkeypatch.setattr(build, "cpp_compiler", lambda: "g++")
     call = calls.plain(matrix((4, 32), torch.bfloat16), None, None, "nvfp4_46_pow2")
-    assert serving("quantize", call.positional).name == REFERENCE
+    assert choose("quantize", call.positional).name == REFERENCE
     with pytest.raises(build.BuildError, match="no folder accepts .*Read-only file system"):
         build.library()
 

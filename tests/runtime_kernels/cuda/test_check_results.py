@@ -184,8 +184,8 @@ def test_a_check_that_lacked_memory_is_no_verdict(gpu, monkeypatch, error):
     monkeypatch.setattr(check_results, "store", lambda _, result: stored.append(result.reason))
     args = on_gpu(COLUMNWISE, "nvfp4_ms_eden_pow2")
     with pytest.raises(type(error)):
-        registry.serving("quantize", args)
-    assert registry.serving("quantize", args).name == "cuda"
+        registry.choose("quantize", args)
+    assert registry.choose("quantize", args).name == "cuda"
     assert stored == [None] and registry.left_out() == []
 
 

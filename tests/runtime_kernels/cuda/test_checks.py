@@ -17,9 +17,10 @@ import pytest
 import torch
 
 from q2compile.runtime_kernels import kernel_states, registry
+from q2compile.runtime_kernels.choice import Kernel
 from q2compile.runtime_kernels.cuda import check_child, check_results, checks
 from q2compile.runtime_kernels.kernel_states import DeviceLostError, state_of
-from q2compile.runtime_kernels.registry import Kernel, KernelWarning
+from q2compile.runtime_kernels.registry import KernelWarning
 from tests.support import forked, forked_child
 from tests.support.faulty_checks import request, runs
 from tests.support.new_process import forget_checks

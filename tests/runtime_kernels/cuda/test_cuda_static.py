@@ -18,6 +18,7 @@ from torch._subclasses import FakeTensorMode
 
 from q2compile.recipes.published import RECIPES
 from q2compile.recipes.resolve import resolve
+from q2compile.runtime_kernels.choice import kernels
 from q2compile.runtime_kernels.cuda import dequantize
 from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4, cuda_bf16, triton_fp4
 from q2compile.runtime_kernels.cuda.jit import disassemble, limits, nvrtc
@@ -30,7 +31,7 @@ from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
     shared_memory,
 )
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, get_scheme
-from q2compile.runtime_kernels.registry import kernels, select, warm_up
+from q2compile.runtime_kernels.registry import select, warm_up
 from q2compile.tools import cli
 from tests.support import machine_code, quantizer_calls
 from tests.support.machine_code import (

@@ -25,7 +25,7 @@ from q2compile.runtime_kernels.cuda.gemm.cublaslt import GemmKind
 from q2compile.runtime_kernels.cuda.jit.launch import LaunchError
 from q2compile.runtime_kernels.numerics.scaled_codes import scaled_codes
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED, get_scheme
-from q2compile.runtime_kernels.registry import KernelWarning, select, serving
+from q2compile.runtime_kernels.registry import KernelWarning, choose, select
 from tests.support.pairwise import pairwise
 from tests.support.pretended_gpu import on_gpu
 from tests.support.swizzled_operands import dequantized, swizzled
@@ -415,13 +415,13 @@ def test_order(gpu, monkeypatch, capability, triton, format_, op):
         want = "cublaslt_fp4"
     if capability in [(8, 9), (9, 0)] and (op, format_) == ("gemm", "mxfp4"):
         want = "scaled_mm"  # in e4m3
-    assert serving(op, args).name == want
+    assert choose(op, args).name == want
     if not by_triton:
         with pytest.raises(ValueError, match="dot_scaled works|not installed|fp4 tensor cores"):
             select(op, args, "triton_fp4")
     if op == "gemm":
         unrotated = on_gpu("gemm_masked_unrotate", FORMATS[format_])
-        served = serving("gemm_masked_unrotate", unrotated).name
+        served = choose("gemm_masked_unrotate", unrotated).name
         assert served == ("triton_fp4" if by_triton else "reference")
         with pytest.raises(
             ValueError, match="without signs back, not rht32|dot_scaled|not inst|fp4 tensor"
@@ -453,7 +453,7 @@ def test_one_grouped_gemm_that_fails_is_in_bf16_and_the_others_in_fp4(gpu, monke
     monkeypatch.setattr("q2compile.runtime_kernels.cuda.selfcheck.disagreement", disagreement)
     args = on_gpu("grouped_gemm", SCHEME)
     with pytest.warns(KernelWarning, match="'triton_fp4' of q2::grouped_gemm on cuda:0 is rej"):
-        names = {g: serving("grouped_gemm", (*args[:9], g, BF16)).name for g in GEMMS}
+        names = {g: choose("grouped_gemm", (*args[:9], g, BF16)).name for g in GEMMS}
     assert names == {g: "cuda_bf16" if g == wrong else "triton_fp4" for g in GEMMS}
 
 
@@ -492,9 +492,9 @@ def test_one_form_that_fails_costs_that_form_alone(gpu, monkeypatch, wrong):
     order = [k for k in ("cublaslt_fp4", "triton_fp4", "cuda_bf16", "reference") if k != wrong]
     args = on_gpu("gemm", SCHEME)
     half = (*args[:-1], FP16)
-    first = serving("gemm", args).name
+    first = choose("gemm", args).name
     if wrong == "cublaslt_fp4":
         with pytest.warns(KernelWarning, match="relative error 1.0e"):
-            assert serving("gemm", half).name == order[0]
-        assert serving("gemm", args).name == first == "cublaslt_fp4"
+            assert choose("gemm", half).name == order[0]
+        assert choose("gemm", args).name == first == "cublaslt_fp4"
     assert len(checks) == len(set(checks)), "each once"

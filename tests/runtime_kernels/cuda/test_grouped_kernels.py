@@ -10,9 +10,10 @@ import torch
 import q2compile.linear.experts
 import q2compile.runtime_kernels as runtime_kernels
 from q2compile.recipes.resolve import resolve
+from q2compile.runtime_kernels.choice import kernels
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, get_scheme
 from q2compile.runtime_kernels.ops.table import QuantizerCall
-from q2compile.runtime_kernels.registry import REFERENCE, kernels, select
+from q2compile.runtime_kernels.registry import REFERENCE, select
 from tests.support import quantizer_calls
 
 assert runtime_kernels and q2compile.linear.experts  # importing them registers the ops

@@ -14,13 +14,13 @@ import torch
 
 from q2compile.report.report import RunReport
 from q2compile.report.row import Row
-from q2compile.runtime_kernels import kernel_states, registry
+from q2compile.runtime_kernels import choice, kernel_states, registry
 from q2compile.runtime_kernels.cuda import checked_cases, emulated, selfcheck
 from q2compile.runtime_kernels.cuda.checked_cases import op_of
 from q2compile.runtime_kernels.cuda.gemm import triton_fp4
 from q2compile.runtime_kernels.cuda.jit import disassemble, launch, limits, nvrtc
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import rotate_launch
-from q2compile.runtime_kernels.kernel_states import disable, rejected
+from q2compile.runtime_kernels.kernel_states import KNOWN, disable, rejected
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.numerics.transforms import get_transform
 from tests.support.new_process import forget_checks
@@ -102,9 +102,9 @@ def test_the_next_target_is_tried_where_the_driver_loads_none(
     args = on_gpu(checked_cases.BOTH, "nvfp4_ms_eden_pow2")
     if target is None:
         with pytest.warns(RuntimeWarning, match="the driver loads no code for sm_100 "):
-            assert registry.serving("quantize", args).name == "reference"
+            assert registry.choose("quantize", args).name == "reference"
         return
-    assert registry.serving("quantize", args).name == "cuda"
+    assert registry.choose("quantize", args).name == "cuda"
     assert launch.architecture(0) == target
     said = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert len(said) == len(refused)
@@ -139,7 +139,7 @@ def test_later_gpus_of_a_family_have_all_kernels_after_their_checks(gpu, monkeyp
     monkeypatch.setattr(triton_fp4, "triton_version", lambda: (3, 8))
     for of, schemes in checked_cases.CHECKED.items():
         for scheme in schemes:
-            served = registry.serving(op_of(of), on_gpu(of, scheme)).name
+            served = registry.choose(op_of(of), on_gpu(of, scheme)).name
             want = {"gemm": "cublaslt_fp4" if scheme.startswith("nvfp4") else "triton_fp4"}
             want |= dict.fromkeys(("gemm_masked_unrotate", "grouped_gemm"), "triton_fp4")
             assert served == want.get(of, "cuda"), (of, scheme)
@@ -155,7 +155,7 @@ def test_no_gpu_of_a_family_is_left_with_references(gpu, monkeypatch, capability
     forget()
     monkeypatch.setattr(selfcheck, "disagreement", lambda *what: None)
     args = on_gpu(checked_cases.BOTH, "nvfp4_ms_eden_pow2")
-    assert registry.serving("quantize", args).name == "cuda"
+    assert registry.choose("quantize", args).name == "cuda"
     own = dict(nvrtc.conversions(launch.architecture(0)))["Q2_HW_FP4"]
     said = [text for text in emulated.of_device(0) if "by arithmetic: NVRTC" in text]
     assert len(said) == (not own)
@@ -238,15 +238,21 @@ def test_a_reference_that_serves_a_gpu_is_said_once_with_the_reasons(monkeypatch
         registry.Kernel("grouped_mm", name, "cuda", pytest.fail, lambda *args, w=why: w)
         for name, why in (("cuda", "it is of bfloat16,\nnot of float16"), ("own", "no fp4"))
     ]
-    monkeypatch.setattr(registry, "device_of", lambda args: torch.device("cuda", 0))
+    for module in (choice, registry):
+        monkeypatch.setattr(module, "device_of", lambda args: torch.device("cuda", 0))
     monkeypatch.setitem(registry.KERNELS, "grouped_mm", [*of_cuda, reference])
     candidates = registry.KERNELS["grouped_mm"]
     usual = registry.emulated()
+
+    def run(args):
+        KNOWN.choices.clear()
+        return registry._run(registry.choose("grouped_mm", args), args)
+
     args = torch.ones(4, 8), torch.ones(2, 8, 8), torch.tensor([2, 4], dtype=torch.int32)
     want = reference.function(*args)
     with caplog.at_level("INFO", logger="q2compile"):
         for _ in range(2):
-            assert torch.equal(registry._run(candidates, args), want)
+            assert torch.equal(run(args), want)
     said = (
         "q2::grouped_mm on cuda:0 runs as its torch reference: cuda: it is of bfloat16, not of "
         "float16; own: no fp4"
@@ -259,9 +265,9 @@ def test_a_reference_that_serves_a_gpu_is_said_once_with_the_reasons(monkeypatch
         (torch.ones(16, 32), "nvfp4_46_pow2", "none"),
         {"rowwise": True, "recorded": True},
     )
-    registry._say_why_reference(registry.KERNELS["quantize"], recorded)
+    registry._say_why_reference(registry.choose("quantize", recorded), recorded)
     assert registry.emulated() == usual
     for state in (rejected("it trapped"), kernel_states.Reason("by him", kernel_states.DISABLED)):
         candidates[0] = dataclasses.replace(of_cuda[0], unsupported=lambda *args, w=state: w)
-        registry._run(candidates, args)
+        run(args)
     assert registry.emulated() == usual

@@ -349,7 +349,7 @@ def test_transform_dtype_and_alignment_are_checked_apart(gpu, monkeypatch) -> No
     for way in ways:
         of = checked_cases.used(variant, *way)
         args = on_gpu(of, "nvfp4_ms_eden_pow2")
-        assert [registry.serving("quantize", args).name for _ in range(2)] == ["cuda"] * 2
+        assert [registry.choose("quantize", args).name for _ in range(2)] == ["cuda"] * 2
     assert ran == [variant, *(checked_cases.CheckKey(variant, *way) for way in ways[1:])]
     assert str(ran[-1]) == "quantize columnwise rotated, rht128, torch.bfloat16, unaligned"
 

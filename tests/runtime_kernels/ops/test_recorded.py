@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import q2compile
+from q2compile.runtime_kernels.choice import kernels
 from q2compile.runtime_kernels.numerics import constants
 from q2compile.runtime_kernels.numerics.layout import Tiling
 from q2compile.runtime_kernels.numerics.quantize_tiles import rotate_tiles
@@ -25,7 +26,7 @@ from q2compile.runtime_kernels.numerics.statistics import (
 from q2compile.runtime_kernels.numerics.transforms import TRANSFORMS, get_transform
 from q2compile.runtime_kernels.ops import recorded
 from q2compile.runtime_kernels.ops.table import SPECS, QuantizerCall, rowwise_call
-from q2compile.runtime_kernels.registry import REFERENCE, bound, kernels
+from q2compile.runtime_kernels.registry import REFERENCE, bound
 from tests.support import quantizer_calls as made
 
 q2 = torch.ops.q2

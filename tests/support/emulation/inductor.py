@@ -23,7 +23,7 @@ from triton.runtime import driver
 
 from q2compile import lowering
 from q2compile.lowering.inductor_kernels import fp32, support
-from q2compile.runtime_kernels import registry
+from q2compile.runtime_kernels import choice, registry
 from q2compile.runtime_kernels.cuda import (
     dequantize,
     masked_unrotate,
@@ -44,6 +44,7 @@ from q2compile.runtime_kernels.cuda.gemm import (
 from q2compile.runtime_kernels.cuda.jit import disassemble
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
 from q2compile.runtime_kernels.cuda.quantize import quantizers, split_scales
+from q2compile.runtime_kernels.kernel_states import KNOWN
 from q2compile.torch_internals.patches import patched
 
 _DECORATOR = re.compile(r"@triton_heuristics\.\w+\(.*?\n\s*\)\n(?=\s*@triton.jit)", re.S)
@@ -169,10 +170,19 @@ def serve_as_on(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
     """Passes and lowerings see the kernels of such a GPU. Executed ops still run on the CPU, by the
     reference."""
 
-    def why_not(kernel: registry.Kernel, *args: Any) -> str | None:
-        return kernel.unavailable(args) if kernel.device_type in (None, "cuda") else "not of CUDA"
+    def why_not(kernel: choice.Kernel, *args: Any, graph: Any = None) -> str | None:
+        if kernel.device_type in (None, "cuda"):
+            return kernel.unavailable(args, graph)
+        return "not of CUDA"
 
-    monkeypatch.setattr(registry.Kernel, "why_not", why_not)
+    def run_on_cpu(chosen: choice.Choice, args: tuple) -> Any:
+        found = (k for k in choice.kernels(chosen.kernel.op) if k.device_type in (None, "cpu"))
+        return run(choice.Choice(next(k for k in found if k.unavailable(args) is None), {}), args)
+
+    run = registry._run
+    monkeypatch.setattr(registry, "_run", run_on_cpu)
+    KNOWN.choices.clear()
+    monkeypatch.setattr(choice.Kernel, "why_not", why_not)
     monkeypatch.setattr(Launch, "warm_up", lambda launch, index: None)
     for site in (CallSite, GroupedCallSite):
         monkeypatch.setattr(site, "enqueue", lambda site, given: None)
