@@ -2,7 +2,7 @@
 """How Inductor lowers q2 ops, from a node of a graph to a line of generated code. May import
 graph, runtime_kernels and torch_internals.
 
-lowerings.py         the table: the steps that are tried for each op, in order
+lowerings.py         the table: for each kernel of an op, what emits it
 state.py             the state of one graph's lowering, shared by all lowerings
 prologue/            prologue fusion: a CUDA kernel computes its operand
 inductor_kernels/    the quantizer as a kernel that Inductor generates

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of the lowerings of `q2::gemm` and `q2::grouped_gemm`. Without fp4 tensor cores, a GEMM is
+"""The lowerings of `q2::gemm` and `q2::grouped_gemm`. Without fp4 tensor cores, a GEMM is
 emulated by torch's own bf16 GEMM, or by its fp8 GEMM: MXFP4 on GPUs that have one. Inductor
 allocates its result, chooses its kernel and fuses its readers, as for any other GEMM.
 
@@ -31,11 +31,10 @@ from q2compile.graph.gemms import (
     OPERANDS,
     gather_of,
     is_emulated,
-    multiplies_fp8,
     ungathered,
 )
 from q2compile.lowering.gathered import gathered
-from q2compile.lowering.launches import launch_batched, launches_of
+from q2compile.lowering.launches import launch, launch_batched, launches_of
 from q2compile.lowering.member import OpCall
 from q2compile.lowering.state import lowering_state
 from q2compile.runtime_kernels.cuda.gemm.scaled_mm import UNIT, adds_bias
@@ -46,17 +45,14 @@ _aten = torch.ops.aten
 
 def scaled(call: OpCall) -> Any:
     """q2.gemm by torch's own FP8 GEMM, whose result and kernel Inductor plans, of fp8 codes or of
-    mxfp4 codes in e4m3; None where another kernel serves it, or the op has to pad
-    (cuda/gemm/scaled_mm.py)."""
-    if not multiplies_fp8(V.current_node):
-        return None
+    mxfp4 codes in e4m3; a call of the op where it has to pad (cuda/gemm/scaled_mm.py)."""
     a, _, _, b, _, _, bias, a_scheme, _, dtype = call.bound
     known = V.graph.sizevars
     sizes = a.get_size()[1] * get_scheme(a_scheme).packed, b.get_size()[0]
-    if not all(known.statically_known_multiple_of(size, UNIT) for size in sizes):
-        return None
-    if any(known.statically_known_equals(size, 0) for size in (*a.get_size(), *b.get_size())):
-        return None
+    if not all(known.statically_known_multiple_of(size, UNIT) for size in sizes) or any(
+        known.statically_known_equals(size, 0) for size in (*a.get_size(), *b.get_size())
+    ):
+        return launch(call)
     inside = adds_bias(None if bias is None else bias.get_dtype(), dtype)
     (a, a_scale), (b, b_scale) = (_in_e4m3(V.current_node, call, *at) for at in OPERANDS)
     out = lowerings[_aten._scaled_mm.default](
@@ -89,9 +85,9 @@ def _in_e4m3(gemm: fx.Node, call: OpCall, first: int, at: int) -> tuple[Any, Any
 
 
 def product(call: OpCall) -> Any:
-    """q2.gemm (runtime_kernels/ops/gemm.py), emulated; None where fp4 tensor cores multiply."""
+    """q2.gemm (runtime_kernels/ops/gemm.py), emulated."""
     if not is_emulated(V.current_node):
-        return None
+        return launch(call)
     _, _, a_global, _, _, b_global, bias, a_scheme, b_scheme, dtype = call.bound
     left, right = operands(V.current_node)
     a, b = left.gathered(), right.gathered()
@@ -116,20 +112,20 @@ def product(call: OpCall) -> Any:
 
 
 def with_alpha(call: OpCall) -> Any:
-    """q2.gemm with alpha, the product of the global scales, if a quantizer's tail kernel computes
-    it."""
+    """q2.gemm by a kernel that multiplies codes; with alpha, the product of the global scales, if a
+    quantizer's tail kernel computes it."""
     node = V.current_node
     alpha = lowering_state().products.get((node.args[2], node.args[5]))
     if alpha is None:
-        return None
+        return launch(call)
     a_codes, a_scales, _, b_codes, b_scales, _, *others = call.bound
     return launches_of(call.overload, a_codes, a_scales, alpha, b_codes, b_scales, None, *others)
 
 
 def grouped_product(call: OpCall) -> Any:
-    """q2.grouped_gemm (runtime_kernels/ops/grouped_gemm.py), emulated; None as for `product`."""
+    """q2.grouped_gemm (runtime_kernels/ops/grouped_gemm.py), emulated."""
     if not is_emulated(V.current_node):
-        return None
+        return launch(call)
     *_, offs, _, _, gemm, _ = call.bound
     a, b = operands(V.current_node)
     multiply = fallback_handler(torch.ops.q2.grouped_mm.default, add_to_fallback_set=False)

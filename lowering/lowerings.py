@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How Inductor lowers each q2 op: steps that are tried in order. The first that returns a result is
-the lowering of that node.
+"""How Inductor lowers each q2 op: by the emitter of the kernel that `choose` finds. A kernel that
+has no emitter is launched, or the op itself is called.
 
 Every op that reads an operand is in the table. For an op without a lowering, Inductor realizes the
 operands from the second such op of a process on. Other kernels that read these operands would then
@@ -15,10 +15,12 @@ import torch
 from torch._inductor.lowering import register_lowering
 from torch._inductor.virtualized import V
 
+from q2compile.graph.nodes import choice_of
 from q2compile.lowering import gathered, gemm, launches
-from q2compile.lowering.inductor_kernels import amax, fp8, quantize
+from q2compile.lowering.inductor_kernels import amax, fp8, quantize, rows  # noqa: F401  registers kernels
 from q2compile.lowering.member import OpCall
 from q2compile.lowering.prologue import fused_launches
+from q2compile.runtime_kernels.choice import InGraph
 from q2compile.runtime_kernels.ops.table import (
     AMAX,
     DEQUANTIZE,
@@ -34,42 +36,60 @@ from q2compile.runtime_kernels.ops.table import (
     TO_E4M3,
     TRANSPOSE,
 )
+from q2compile.runtime_kernels.registry import (
+    CUBLASLT_FP4,
+    CUDA_BF16,
+    INDUCTOR,
+    REFERENCE,
+    SCALED_MM,
+    bound,
+)
 
-Step = Callable[[OpCall], Any]  # the lowered outputs; None: the next step is tried
+Emitter = Callable[[OpCall], Any]  # returns the lowered outputs
 
-LOWERINGS: dict[str, tuple[Step, ...]] = {
-    AMAX: (amax.amax, launches.launch),
-    QUANTIZE: (
-        fused_launches.prologue,  # our kernel computes its operand
-        quantize.inductor_kernel,  # Inductor's kernel computes both
-        launches.launch,  # our kernel reads its operand, or the reference does
-    ),
-    REQUANTIZE: (launches.launch,),
-    GEMM: (gemm.scaled, gemm.product, gemm.with_alpha, launches.launch),
-    GROUPED_GEMM: (gemm.grouped_product, launches.launch),
-    GATHER_ROWS: (gathered.gather_rows,),
-    SPLIT_SCALES: (launches.launch,),
-    DEQUANTIZE: (fp8.dequantize, launches.launch),
-    TO_E4M3: (launches.launch,),
-    TRANSPOSE: (fp8.transpose, launches.launch),
-    MASKED_UNROTATE: (launches.launch,),
-    GEMM_MASKED_UNROTATE: (launches.launch,),
-    PADDED_ENDS: (launches.launch,),
+EMITTERS: dict[str, dict[str, Emitter]] = {
+    AMAX: {INDUCTOR: amax.amax},
+    QUANTIZE: {INDUCTOR: quantize.inductor_kernel},
+    REQUANTIZE: {},
+    GEMM: {
+        SCALED_MM: gemm.scaled,
+        CUDA_BF16: gemm.product,
+        CUBLASLT_FP4: gemm.with_alpha,
+    },
+    GROUPED_GEMM: {CUDA_BF16: gemm.grouped_product},
+    GATHER_ROWS: {REFERENCE: gathered.gather_rows},
+    SPLIT_SCALES: {},
+    DEQUANTIZE: {INDUCTOR: fp8.dequantize},
+    TO_E4M3: {},
+    TRANSPOSE: {INDUCTOR: fp8.transpose},
+    MASKED_UNROTATE: {},
+    GEMM_MASKED_UNROTATE: {},
+    PADDED_ENDS: {},
 }
 
 
 def register() -> None:
     """Register the table with Inductor."""
-    for name, steps in LOWERINGS.items():
+    for name, emitters in EMITTERS.items():
         op = getattr(torch.ops.q2, name).default
-        register_lowering(op, type_promotion_kind=None)(_lowering(name, steps))
+        register_lowering(op, type_promotion_kind=None)(_lowering(name, emitters))
 
 
-def _lowering(name: str, steps: tuple[Step, ...]) -> Callable[..., Any]:
+def _lowering(name: str, emitters: dict[str, Emitter]) -> Callable[..., Any]:
     def lower(*args: Any, **kwargs: Any) -> Any:
         call = OpCall(name, args, kwargs)
-        made = next(found for step in steps if (found := step(call)) is not None)
+        made = fused_launches.prologue(call) if name == QUANTIZE else None
+        if made is None:
+            emit = emitters.get(_chosen(call), launches.launch) if emitters else launches.launch
+            made = emit(call)
         launches.close_group(V.current_node)
         return made
 
     return lower
+
+
+def _chosen(call: OpCall) -> str:
+    """The name of the kernel of a call, by the fakes of its node."""
+    graph = InGraph(call.op == QUANTIZE and quantize.is_computed(call.args[0]))
+    node = V.current_node
+    return choice_of(call.op, bound(call.op, node.args, node.kwargs), graph).name

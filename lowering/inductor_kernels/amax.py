@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch._inductor.lowering import lowerings
-from torch._inductor.virtualized import V
 
 from q2compile.lowering.member import OpCall
 
@@ -13,10 +12,8 @@ _aten = torch.ops.aten
 
 
 def amax(call: OpCall) -> Any:
-    """A reduction, to be fused with what computes x; None if x has no element."""
+    """A reduction, to be fused with what computes x."""
     (x,) = call.bound
-    if any(V.graph.sizevars.statically_known_equals(size, 0) for size in x.get_size()):
-        return None
     magnitude = lowerings[_aten.abs.default](x)
     is_finite = lowerings[_aten.lt.Scalar](magnitude, torch.inf)
     zero = lowerings[_aten.full.default]([], 0.0, dtype=x.get_dtype(), device=x.get_device())

@@ -26,7 +26,6 @@ from q2compile.lowering.inductor_kernels.fp32 import (
     number,
 )
 from q2compile.lowering.member import OpCall
-from q2compile.runtime_kernels.cuda.jit.limits import why_no_fp8
 from q2compile.runtime_kernels.numerics.fp8 import EIGHT, EXPONENT, LEAST, QUARTER
 from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
@@ -34,11 +33,6 @@ from q2compile.runtime_kernels.ops.table import QuantizerCall
 
 Box = Any  # ir.TensorBox
 _CODES = torch.float8_e4m3fn
-
-
-def converts(device: torch.device) -> bool:
-    """True if Triton converts to e4m3 on this device."""
-    return device.type == "cuda" and why_no_fp8(torch.cuda.get_device_capability(device)) is None
 
 
 def quantize(call: QuantizerCall) -> tuple[Box, ...]:
@@ -65,11 +59,9 @@ def quantize(call: QuantizerCall) -> tuple[Box, ...]:
     return tuple(made)
 
 
-def dequantize(call: OpCall) -> Box | None:
+def dequantize(call: OpCall) -> Box:
     """q2::dequantize of fp8, to be fused with its readers."""
-    codes, _, scale, scheme, columns, dtype = call.bound
-    if not get_scheme(scheme).is_tensorwise or not converts(codes.get_device_or_error()):
-        return None
+    codes, _, scale, _, columns, dtype = call.bound
     load, load_scale = codes.make_loader(), None if scale is None else scale.make_loader()
 
     def value(place: Any) -> Value:
@@ -81,14 +73,11 @@ def dequantize(call: OpCall) -> Box | None:
     return _pointwise(codes, dtype, [codes.get_size()[0], columns], value)
 
 
-def transpose(call: OpCall) -> tuple[Box, Box] | None:
+def transpose(call: OpCall) -> tuple[Box, Box]:
     """q2::transpose of fp8."""
-    codes, scales, scheme, rows, _ = call.bound
-    spec = get_scheme(scheme)
-    if not spec.is_tensorwise or not converts(codes.get_device_or_error()):
-        return None
-    size = [codes.get_size()[0], rows]
-    made = _laid_out(codes, _CODES, codes.make_loader(), size, spec.width, columnwise=True)
+    codes, _, scheme, rows, _ = call.bound
+    size, width = [codes.get_size()[0], rows], get_scheme(scheme).width
+    made = _laid_out(codes, _CODES, codes.make_loader(), size, width, columnwise=True)
     return made, _no_scales(codes)
 
 

@@ -59,14 +59,6 @@ def needs_check(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def is_unavailable(device: torch.device, call: QuantizerCall) -> bool:
-    """Whether it is disabled, or a check that was run has rejected it."""
-    request = request_of(device, call)
-    found = checks.result_of(request)
-    disabled = why_disabled(call.spec.name, INDUCTOR) is not None
-    return disabled or (found is not None and found.reason is not None)
-
-
 def compiling(device: torch.device, call: QuantizerCall) -> list[Future]:
     """No threads: Inductor compiles in the check."""
     return []

@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import fx
 from torch._inductor import ir
 from torch._inductor.virtualized import V
@@ -34,20 +33,20 @@ from q2compile.lowering.launch_node import LaunchNode
 from q2compile.lowering.launches import (
     Launches,
     buffers_of,
+    fakes,
     is_tensor,
-    launching,
     member_with_outputs,
     site_of,
     tensors_of,
     unwrapped,
 )
 from q2compile.lowering.member import Member, OpCall
-from q2compile.lowering.prologue import fusion_rule
 from q2compile.lowering.prologue.expressions import CannotFuse, Prologue, pointwise, prologue_of
 from q2compile.lowering.state import lowering_state
+from q2compile.runtime_kernels.choice import InGraph, choose
 from q2compile.runtime_kernels.cuda.quantize import fused
-from q2compile.runtime_kernels.cuda.quantize.prologue_expression import PrologueExpression
 from q2compile.runtime_kernels.ops.table import QUANTIZE, QuantizerCall
+from q2compile.runtime_kernels.registry import FUSED
 
 
 class QuantizerNode(NamedTuple):
@@ -115,7 +114,7 @@ def _fused(calls: Sequence[QuantizerNode]) -> list[tuple[Any, ...]]:
     """The outputs of one quantizer, or of two in one kernel.
 
     Raises:
-        CannotFuse: it is not possible, or would not pay.
+        CannotFuse: it is not possible, or another kernel is chosen (fusion_rule.py).
     """
     if any(call.dbias is not None for _, call in calls):
         raise CannotFuse("it returns dbias, and that kernel reads the operand from memory")
@@ -129,7 +128,13 @@ def _fused(calls: Sequence[QuantizerNode]) -> list[tuple[Any, ...]]:
             raise CannotFuse(f"{', '.join(readers)} also read the operand")
     in_memory = [_with_inputs_in_memory(call) for _, call in calls]
     found = prologue_of(*(call.x for call in in_memory))
-    _raise_unless_it_pays(found.expression, in_memory[0], calls[0].node.meta[READS_THE_SAME])
+    graph = InGraph(True, found.expression, calls[0].node.meta[READS_THE_SAME])
+    chosen = choose(QUANTIZE, fakes(in_memory[0].positional), graph)
+    if chosen.name != FUSED:
+        raise CannotFuse(chosen.why_not[FUSED])
+    device = in_memory[0].x.get_device()
+    if device.type == "cuda":
+        fused.prepare(found.expression, in_memory[0], device.index)
     members, outputs = [], []
     for (node, _), call in zip(calls, in_memory, strict=True):
         member, made = member_with_outputs(node, call.spec.overload, call.positional)
@@ -141,29 +146,7 @@ def _fused(calls: Sequence[QuantizerNode]) -> list[tuple[Any, ...]]:
 
 def _with_inputs_in_memory(call: QuantizerCall) -> QuantizerCall:
     tensors = {name: a for name, a in call.args.items() if is_tensor(a) and name != "x"}
-    call = call.replace(**{name: ir.ExternKernel.realize_input(a) for name, a in tensors.items()})
-    if launching(QUANTIZE, call.positional) is None:
-        raise CannotFuse("no CUDA kernel of q2compile serves it here")
-    return call
-
-
-def _raise_unless_it_pays(expression: PrologueExpression, call: QuantizerCall, same: bool) -> None:
-    """Raises CannotFuse if fusing would not pay, or the kernel's self-check has failed. Otherwise
-    the kernels begin to be compiled. same: another quantizer reads what this one's operand is
-    computed from."""
-    operands, device = len(expression.results), call.x.get_device()
-    index = device.index or 0
-    reason = fused.no_pair(expression, call, index) if operands > 1 else None
-    if reason is None:
-        capability = torch.cuda.get_device_capability(device)[0]
-        how = call.scheme, len(call.operands), capability, operands == 1 and same
-        reason = fusion_rule.why_not(expression, *how)
-    if reason is None and device.type == "cuda":
-        reason = fused.rejection(index, call, operands, expression.dtype)
-    if reason is not None:
-        raise CannotFuse(reason)
-    if device.type == "cuda":
-        fused.prepare(expression, call, index)
+    return call.replace(**{name: ir.ExternKernel.realize_input(a) for name, a in tensors.items()})
 
 
 def other_readers(node: fx.Node) -> list[str]:

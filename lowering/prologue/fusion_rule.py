@@ -40,6 +40,12 @@ with a power of two. P comes from tests/lowering/test_fused_static.py.
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
+from q2compile.runtime_kernels.choice import InGraph, choose, generated_kernel
+from q2compile.runtime_kernels.cuda.quantize import fused
 from q2compile.runtime_kernels.cuda.quantize.prologue_expression import PrologueExpression
 from q2compile.runtime_kernels.cuda.quantize.prologue_source import (
     bytes_read,
@@ -48,6 +54,8 @@ from q2compile.runtime_kernels.cuda.quantize.prologue_source import (
 )
 from q2compile.runtime_kernels.cuda.quantize.rule import ScaleRule
 from q2compile.runtime_kernels.numerics.schemes import Scheme
+from q2compile.runtime_kernels.ops.table import QUANTIZE, QuantizerCall
+from q2compile.runtime_kernels.registry import FUSED
 
 # By major compute capability; where no other is known, the GPU to whom bytes are cheapest.
 _INSTRUCTIONS_A_BYTE = {8: 8.0, 9: 5.9, 10: 3.3, 12: 22.0}
@@ -60,6 +68,26 @@ _MASK = 15.0  # of a trust mask
 _LARGEST = 17.0  # A, a direction
 _WRITTEN, _WRITTEN_DEQUANTIZED = 0.75, 2.25  # bytes an element and direction
 _WAITED = 1.1  # of a byte's time, for each byte read and row of loads on its way
+
+
+@generated_kernel(QUANTIZE, FUSED)
+def why_not_fused(graph: InGraph, *args: Any) -> str | None:
+    """None if a CUDA kernel computes the operand of a call, or the operands of two calls, and that
+    is expected to pay; otherwise the reason in words."""
+    call, prologue = QuantizerCall.of(QUANTIZE, args), graph.prologue
+    if prologue is None:
+        return "no expression of its operand is known"
+    if choose(QUANTIZE, args).launching is None:
+        return "no CUDA kernel of q2compile serves it here"
+    operands, device = len(prologue.results), call.x.device
+    reason = fused.no_pair(prologue, call, device.index or 0) if operands > 1 else None
+    if reason is None:
+        major = torch.cuda.get_device_capability(device)[0]
+        how = call.scheme, len(call.operands), major, operands == 1 and graph.is_shared
+        reason = why_not(prologue, *how)
+    if reason is None and device.type == "cuda":
+        reason = fused.rejection(device.index, call, operands, prologue.dtype)
+    return reason
 
 
 def why_not(

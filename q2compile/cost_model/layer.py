@@ -11,14 +11,18 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from q2compile.graph.nodes import GEMM_OPS, is_q2
+from q2compile.graph.nodes import GEMM_OPS, choice_of, is_q2
+from q2compile.graph.quantizers import quantizers
 from q2compile.linear.autograd import LinearFunction
 from q2compile.linear.dense import quantize_weight
 from q2compile.linear.experts import GroupedLinearFunction
+from q2compile.lowering.inductor_kernels import rows  # noqa: F401  registers Inductor kernels
 from q2compile.passes import PassConditions, passes_over
 from q2compile.recipes.recipe import GEMMS, Recipe
+from q2compile.runtime_kernels.choice import InGraph
 from q2compile.runtime_kernels.kernel_states import assumed_gpu
 from q2compile.runtime_kernels.ops.table import GROUPED_MM
+from q2compile.runtime_kernels.registry import INDUCTOR
 from q2compile.torch_internals.dynamo import compiling_apart
 from q2compile.torch_internals.partitioner import MinCut
 from q2compile.torch_internals.private_names import FakeTensorMode
@@ -73,10 +77,12 @@ class Layer:
 
 class TracedGraph(NamedTuple):
     """A forward or a backward after all passes. roles: "x", "w", "dy" or "y" for each node that
-    holds the values or the codes of one."""
+    holds the values or the codes of one. fused: quantizers that Inductor fuses into what computes
+    their operand, if something does."""
 
     graph: fx.Graph
     roles: dict[fx.Node, str]
+    fused: set[fx.Node]
 
 
 class _Context:
@@ -107,7 +113,19 @@ def traced(
             graphs = [*MinCut()(joint, [], num_fwd_outputs=1)]
         for module in graphs:
             _run_passes("post_grad", module.graph, wanted)
-        return [TracedGraph(gm.graph, _roles(gm.graph, known)) for gm in graphs]
+        return [TracedGraph(m.graph, _roles(m.graph, known), _fused(m.graph)) for m in graphs]
+
+
+def _fused(graph: fx.Graph) -> set[fx.Node]:
+    """The quantizers that Inductor fuses into the producer of their operand. Not if something else
+    reads that, too."""
+    found = dict(quantizers(graph))
+    return {
+        node
+        for node, call in found.items()
+        if sum(user in found for user in call.x.users) == 1
+        and choice_of(call.spec.name, call.positional, InGraph(is_computed=True)).name == INDUCTOR
+    }
 
 
 def _joint(

@@ -49,7 +49,6 @@ from q2compile.cost_model.step import DISPATCHED, FUSED, TORCH, Step
 from q2compile.graph.node_meta import ALPHA_FROM, LAUNCH_GROUP
 from q2compile.graph.nodes import GEMM_OPS, is_q2, named_arguments
 from q2compile.graph.quantizers import quantizer_of
-from q2compile.lowering.inductor_kernels.support import beats_kernels, why_not_lowered
 from q2compile.recipes.recipe import GEMMS, Recipe
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, Scheme, get_scheme
 from q2compile.runtime_kernels.ops.table import (
@@ -95,7 +94,7 @@ def _steps_of(made: TracedGraph, layer: Layer, w_quantized: int = 1) -> list[Ste
             continue
         role, group = made.roles[node], groups.setdefault(node.meta.get(LAUNCH_GROUP, node), [])
         for _ in range(w_quantized if role == "w" else 1):
-            steps.append(_behind(group, _quantizer(call, role, layer)))
+            steps.append(_behind(group, _quantizer(call, role, layer, node in made.fused)))
             if LAUNCH_GROUP in node.meta:
                 group.append(steps[-1])
     return steps
@@ -214,7 +213,7 @@ def _in_e4m3(layer: Layer, schemes: dict[str, Scheme]) -> list[Step]:
 # ---- quantizers ----------------------------------------------------------------------------------
 
 
-def _quantizer(call: QuantizerCall, role: str, layer: Layer) -> Step:
+def _quantizer(call: QuantizerCall, role: str, layer: Layer, is_fused: bool) -> Step:
     """An amax that it takes is priced with it, as the launch that finds an exact global scale."""
     elements, users, source = layer.elements(role), layer.users(role), call.source_scheme
     scheme = call.scheme.name.removesuffix(SWIZZLED)
@@ -232,7 +231,7 @@ def _quantizer(call: QuantizerCall, role: str, layer: Layer) -> Step:
         launches += _SPLIT_SCALES_LAUNCHES * (call.scheme.global_scale == "pow2")
         launches += call.scheme.format == "mxfp4"  # its global scale, a constant
         return Step(what, bits, bits_before=HIGH * elements, launches=launches)
-    if role == "x" and layer.x_fuses and _fuses(call):
+    if role == "x" and layer.x_fuses and is_fused:
         launches = 0 if call.scheme.takes_amax else _SPLIT_SCALES_LAUNCHES
         bits = written_bits(scheme) * elements
         fused = GENERATED_INSTRUCTIONS[scheme.removesuffix("_pow2")]
@@ -249,13 +248,6 @@ def _quantizer(call: QuantizerCall, role: str, layer: Layer) -> Step:
         dbias=call.dbias is not None,
     )
     return quantizing(what, made, elements, users)
-
-
-def _fuses(call: QuantizerCall) -> bool:
-    """Whether a quantizer fuses into the producer of x. Not if something else reads x as well."""
-    is_alone = sum(quantizer_of(user) is not None for user in call.x.users) == 1
-    lowered = why_not_lowered(call.x.meta["val"].device, call) is None
-    return is_alone and lowered and beats_kernels(call)
 
 
 def quantizing(what: str, quantizer: Quantizer, elements: Any, users: int = 1) -> Step:

@@ -10,7 +10,7 @@ from torch import fx
 from q2compile.graph.nodes import choice_of, is_q2, name_of, producer
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.ops.table import GATHER_ROWS, GEMM, GROUPED_GEMM
-from q2compile.runtime_kernels.registry import CUDA_BF16, SCALED_MM
+from q2compile.runtime_kernels.registry import CUDA_BF16
 
 # The operands of `GEMM_OPS`: where the three parts of each begin, and where its scheme is.
 OPERANDS = ((0, 7), (3, 8))
@@ -27,11 +27,6 @@ def is_emulated(node: fx.Node) -> bool:
     if is_q2(node, GROUPED_GEMM) and not all(scheme.has_pow2_scale for scheme in schemes):
         return False
     return choice_of(name_of(node.target), node.args).name == CUDA_BF16
-
-
-def multiplies_fp8(node: fx.Node) -> bool:
-    """True if torch's FP8 GEMM serves a q2.gemm."""
-    return choice_of(GEMM, node.args).name == SCALED_MM
 
 
 def is_read(output: fx.Node) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from q2compile.runtime_kernels.choice import Choice, choose
+from q2compile.runtime_kernels.choice import Choice, InGraph, choose
 from q2compile.runtime_kernels.ops.table import GEMM, GEMM_MASKED_UNROTATE, GROUPED_GEMM
 from q2compile.runtime_kernels.registry import bound, parameters
 
@@ -53,9 +53,9 @@ def values(args: Any) -> Any:
     return map_arg(args, lambda n: n.meta["val"])
 
 
-def choice_of(op: str, args: Any) -> Choice:
+def choice_of(op: str, args: Any, graph: InGraph | None = None) -> Choice:
     """The kernel that would run an op on all these arguments, nodes among them, by their fakes."""
-    return choose(op, values(args))
+    return choose(op, values(args), graph)
 
 
 def named_arguments(node: fx.Node) -> dict[str, object]:

@@ -14,13 +14,16 @@ import q2compile.linear.dense
 import q2compile.linear.experts  # noqa: F401  registers q2::linear and its variants
 from q2compile.config import Config
 from q2compile.graph.storages import hint_of
-from q2compile.lowering.inductor_kernels import selfcheck, support
+from q2compile.lowering.inductor_kernels import rows  # noqa: F401  registers Inductor's kernels
 from q2compile.recipes.recipe import GEMMS
 from q2compile.report.row import Row
-from q2compile.runtime_kernels.choice import choose
+from q2compile.runtime_kernels.choice import InGraph, choose
+from q2compile.runtime_kernels.kernel_states import awaited_in
 from q2compile.runtime_kernels.ops.table import SEED, SPECS, QuantizerCall
-from q2compile.runtime_kernels.registry import CPP, INDUCTOR, REFERENCE, bound
+from q2compile.runtime_kernels.registry import bound
 from q2compile.torch_internals.private_names import FakeTensorMode, TorchDispatchMode
+
+_GRAPHS = InGraph(is_computed=True), InGraph()
 
 
 class _Recorder(TorchDispatchMode):
@@ -39,24 +42,14 @@ class _Recorder(TorchDispatchMode):
         namespace, _, op = func.name().partition("::")
         if namespace == "q2" and op != SEED:
             all_args = bound(op, args, kwargs or {})
-            name, label = choose(op, all_args).name, op
-            if op in SPECS:
-                call = QuantizerCall.of(op, all_args)
-                name, label = self._with_inductor(call, name), call.label
-            self.used[label] = name
+            label = QuantizerCall.of(op, all_args).label if op in SPECS else op
+            names = [choose(op, all_args).name]
+            if self.lowers:
+                with awaited_in({}):  # a generated kernel that no graph uses need not be checked
+                    names = [choose(op, all_args, graph).name for graph in _GRAPHS]
+            self.used[label] = " or ".join(dict.fromkeys(names))
             self.calls[label] += 1
         return func(*args, **(kwargs or {}))
-
-    def _with_inductor(self, call: QuantizerCall, name: str) -> str:
-        """The kernel of a quantizer, where Inductor may make one of its own in its place."""
-        device = call.x.device
-        if not self.lowers or support.why_not_lowered(device, call) is not None:
-            return name
-        if selfcheck.is_unavailable(device, call):
-            return name
-        if name in (CPP, REFERENCE):
-            return INDUCTOR
-        return f"{INDUCTOR} or {name}" if support.beats_kernels(call) else name
 
 
 def _same(x: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from q2compile.lowering.inductor_kernels import fp8
+from q2compile.lowering.inductor_kernels import rows
 from tests.lowering.test_lowering import assert_same_bits
 from tests.support.emulation.inductor import emulate, lower_on_cpu, serve_as_on
 
@@ -51,7 +51,7 @@ def assert_compiled_gives_the_same(device: str, rows: int, columns: int) -> None
 def test_bits_of_cpp(monkeypatch, shape) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     lower_on_cpu(monkeypatch)
-    monkeypatch.setattr(fp8, "converts", lambda device: True)
+    monkeypatch.setattr(rows, "why_no_conversion", lambda device: None)
     assert_compiled_gives_the_same("cpu", *shape)
 
 
@@ -74,7 +74,7 @@ def gemms_of_a_step(monkeypatch, recipe: str) -> tuple[list[str], list[str], str
     """The arguments of the _scaled_mm of a training step in generated code, the names of its other
     GEMMs, and all of the code."""
     serve_as_on(monkeypatch, 90)
-    monkeypatch.setattr(fp8, "converts", lambda device: True)
+    monkeypatch.setattr(rows, "why_no_conversion", lambda device: None)
     sources = emulate(monkeypatch, 90)
     torch._dynamo.reset()
     options = {"recipe": recipe, "inductor": {"cpu_backend": "triton", "fx_graph_cache": False}}

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +17,13 @@ from torch.nn.functional import rms_norm, silu
 import q2compile
 from q2compile import lowering
 from q2compile.cost_model.quantizers import GENERATED_INSTRUCTIONS
-from q2compile.lowering.inductor_kernels.support import beats_kernels, why_not_lowered
 from q2compile.report import kernel_choice
+from q2compile.runtime_kernels.choice import InGraph, choose
+from q2compile.runtime_kernels.kernel_states import assumed_gpu
 from q2compile.runtime_kernels.numerics.schemes import SCHEMES, SWIZZLED, get_scheme
 from q2compile.runtime_kernels.ops.table import rowwise_call
+from q2compile.runtime_kernels.registry import CUDA, INDUCTOR
+from q2compile.torch_internals.private_names import FakeTensorMode
 from tests.support import quantizer_calls as calls
 from tests.support.emulation.inductor import lower_on_cpu, triton_kernels
 from tests.support.nonfinite import VALUES, assert_same, with_bad
@@ -120,24 +124,34 @@ def test_dynamic_rows_do_not_recompile(monkeypatch) -> None:
     assert counter.frame_count == 1
 
 
+IN_GRAPH = InGraph(is_computed=True)
+
+
 def test_what_is_lowered() -> None:
     """On CUDA: rounding to nearest of rows that are not rotated. Among them NVFP4 is an Inductor
-    kernel even if the registry has a kernel. On a CPU nothing is lowered."""
-    cuda = torch.device("cuda")
-    x, seed = torch.empty(32, 64), torch.tensor(1)
+    kernel even if there is a CUDA kernel, if it is fused with something. On a CPU nothing is
+    lowered."""
 
-    def why_not(name: str, transform: str = "none", columnwise: bool = False) -> str | None:
-        return why_not_lowered(cuda, calls.one(x, seed, name, transform, columnwise))
+    def chosen(name: str, *how: Any, device: str = "cuda", graph: Any = IN_GRAPH) -> Any:
+        with assumed_gpu((9, 0)), FakeTensorMode():
+            x, seed = torch.empty(32, 64, device=device), torch.empty((), device=device)
+            call = calls.one(x, seed, name, *how) if how else rowwise_call(name, x)
+            if call.scheme.takes_amax:
+                call = call.replace(amax=seed)
+            return choose("quantize", call.positional, graph)
 
-    lowered = {name for name in SCHEMES if why_not(name) is None}
+    lowered = {name for name in SCHEMES if chosen(name).name == INDUCTOR}
     nearest = {name for name, s in SCHEMES.items() if s.rounding == "rtn"}
-    assert lowered == nearest - {"fp8"}  # which takes an amax
-    preferred = {name for name in lowered if beats_kernels(rowwise_call(name))}
-    assert preferred == {name for name in lowered if "mxfp4" not in name}
-    assert "does not round to nearest" in str(why_not("nvfp4_sr"))
-    assert "neither rotate nor transpose" in str(why_not("nvfp4", "rht16"))
-    assert "neither rotate nor transpose" in str(why_not("nvfp4", columnwise=True))
-    assert "on cpu" in str(why_not_lowered(torch.device("cpu"), rowwise_call("nvfp4")))
+    cuda = {name for name in nearest if chosen(name, graph=None).name == CUDA}
+    assert lowered == nearest - {name for name in cuda if "mxfp4" in name}
+    assert {n for n in lowered if chosen(n, graph=InGraph()).name == INDUCTOR} == lowered - cuda
+    assert "nvfp4_46_pow2" in cuda and "mxfp4_rceil" in cuda and "fp8" in lowered - cuda
+    assert "where nothing is fused" in chosen("mxfp4_rceil").why_not[INDUCTOR]
+    assert "does not round to nearest" in chosen("nvfp4_sr", "none", False).why_not[INDUCTOR]
+    for how in (("rht16", False), ("none", True)):
+        assert "neither rotate nor transpose" in chosen("nvfp4", *how).why_not[INDUCTOR]
+    assert "on cpu" in chosen("nvfp4", device="cpu").why_not[INDUCTOR]
+    assert INDUCTOR not in chosen("nvfp4", graph=None).why_not
 
 
 @pytest.fixture

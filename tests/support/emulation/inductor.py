@@ -22,7 +22,7 @@ from triton.compiler import ASTSource
 from triton.runtime import driver
 
 from q2compile import lowering
-from q2compile.lowering.inductor_kernels import fp32, support
+from q2compile.lowering.inductor_kernels import fp32, rows
 from q2compile.runtime_kernels import choice, registry
 from q2compile.runtime_kernels.cuda import (
     dequantize,
@@ -121,9 +121,10 @@ class Kernel:
 
 def lower_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The quantizing ops become Inductor kernels on a CPU as well."""
-    why_not = support.why_not_lowered
+    why_not = rows.why_not_generated
     cuda = torch.device("cuda")
-    monkeypatch.setattr(support, "why_not_lowered", lambda device, call: why_not(cuda, call))
+    monkeypatch.setattr(rows, "why_not_generated", lambda device, call: why_not(cuda, call))
+    KNOWN.choices.clear()
     lowering.register()
 
 

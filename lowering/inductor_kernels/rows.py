@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which calls Inductor kernels serve: rows of the ops' kernels, for `choose`."""
+
+from typing import Any
+
+import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from q2compile.lowering.inductor_kernels import selfcheck
+from q2compile.runtime_kernels.choice import InGraph, choose, generated_kernel
+from q2compile.runtime_kernels.cuda.jit.limits import capability_of, why_no_fp8
+from q2compile.runtime_kernels.kernel_states import assumed_capability
+from q2compile.runtime_kernels.numerics.schemes import get_scheme
+from q2compile.runtime_kernels.ops.table import (
+    AMAX,
+    DEQUANTIZE,
+    QUANTIZE,
+    TRANSPOSE,
+    QuantizerCall,
+)
+from q2compile.runtime_kernels.registry import CPP, INDUCTOR, REFERENCE
+
+
+@generated_kernel(AMAX, INDUCTOR)
+def why_not_amax(graph: InGraph, x: torch.Tensor) -> str | None:
+    return _why_not_empty(x)
+
+
+@generated_kernel(QUANTIZE, INDUCTOR)
+def why_not_quantizer(graph: InGraph, *args: Any) -> str | None:
+    """It is instead of a CUDA kernel only for nvfp4, if there is a producer of x to fuse with."""
+    call = QuantizerCall.of(QUANTIZE, args)
+    why = why_not_generated(call.x.device, call) or _why_not_empty(call.x)
+    if why is not None:
+        return why
+    if call.scheme.format != "nvfp4" or not graph.is_computed:
+        other = choose(QUANTIZE, call.replace(recorded=False).positional).name
+        if other not in (CPP, REFERENCE):
+            return f"kernel {other!r} is as fast where nothing is fused"
+    return None if assumed_capability() else selfcheck.rejection(call.x.device, call)
+
+
+@generated_kernel(DEQUANTIZE, INDUCTOR)
+@generated_kernel(TRANSPOSE, INDUCTOR)
+def why_not_fp8(graph: InGraph, codes: torch.Tensor, scales: Any, *others: Any) -> str | None:
+    scheme = next(each for each in others if isinstance(each, str))
+    if not get_scheme(scheme).is_tensorwise:
+        return f"there is no Inductor kernel for {scheme}"
+    return why_no_conversion(codes.device)
+
+
+def why_no_conversion(device: torch.device) -> str | None:
+    """None if Triton converts to e4m3 on this device."""
+    if device.type != "cuda":
+        return f"Triton does not run on {device.type}"
+    return why_no_fp8(capability_of(device))
+
+
+def _why_not_empty(x: torch.Tensor) -> str | None:
+    if any(statically_known_true(size == 0) for size in x.shape):
+        return "a matrix without elements has no largest one"
+    return None
+
+
+def why_not_generated(device: torch.device, call: QuantizerCall) -> str | None:
+    """None when Inductor can make a kernel of its own of such a call, otherwise the reason in
+    words."""
+    scheme = call.scheme
+    if device.type != "cuda":
+        return f"on {device.type} the reference compiles faster than an Inductor kernel"
+    if scheme.is_tensorwise:
+        return _why_not_tensorwise(device, call)
+    if not call.spec.is_lowered or len(call.operands) > 1 or call.grouped:
+        return f"there is no Inductor kernel for {call.label}"
+    if call.masked or call.dbias is not None:
+        return f"Inductor kernels have one operand and no mask or dbias, unlike {call.label}"
+    if call.rotated or call.columnwise:
+        return f"Inductor kernels neither rotate nor transpose, unlike {call.label}"
+    if scheme.dequantized:
+        return f"{scheme.name} has dequantized operands instead of codes"
+    if scheme.rounding != "rtn":
+        return f"{scheme.name} does not round to nearest"
+    return None
+
+
+def _why_not_tensorwise(device: torch.device, call: QuantizerCall) -> str | None:
+    """Why Inductor makes no kernel of a call whose scheme has one scale for the tensor; None if it
+    does."""
+    if call.args["amax"] is None or call.rotated or call.grouped or call.scheme.dequantized:
+        return f"the Inductor kernel of {call.scheme.name} needs an amax, unlike {call.label}"
+    if call.recorded or call.dbias is not None:
+        return f"Inductor kernels return no statistics and no dbias, unlike {call.label}"
+    return why_no_fp8(capability_of(device))
