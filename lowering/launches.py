@@ -33,10 +33,7 @@ from q2compile.runtime_kernels.ops.table import SPLIT_SCALES
 from q2compile.runtime_kernels.registry import as_written, bound, call_op, parameters
 
 _MODULE = "q2compile.runtime_kernels.cuda.call_site"
-_IMPORT = (
-    f"from {_MODULE} import CallSite as q2_CallSite, GroupedCallSite as q2_GroupedCallSite, "
-    "View as q2_View"
-)
+_IMPORT = f"from {_MODULE} import CallSite as q2_CallSite, SiteCall as q2_Call, View as q2_View"
 
 
 def launch(call: OpCall) -> Any:
@@ -298,21 +295,20 @@ class Launches(LaunchNode):
         fixed = self._fixed()
         tensors = iter(self._tensors)
         call_args: list[str] = []
-        sites = [site_of(m, wrapper, tensors, call_args, fixed) for m in self._members]
-        site = sites[0]
-        if len(sites) > 1 or self._products:
-            others, products = [], []
-            for own, other, _ in self._products:
-                if is_tensor(other):
-                    shown, reference = call_argument(next(tensors), fixed)
-                    call_args.append(reference)
-                    others.append(shown)
-                    other = len(others) - 1
-                products.append(f"({own}, {other})")
-            of = ("".join(f"{text}, " for text in texts) for texts in (sites, products, others))
-            parts = [*(f"({text})" for text in of), f"fixed={fixed}"]
-            site = f"q2_GroupedCallSite({', '.join(parts)})"
-        self._write(wrapper, site, call_args)
+        parts = [text_of(m, wrapper, tensors, call_args, fixed) for m in self._members]
+        others, products = [], []
+        for own, other, _ in self._products:
+            if is_tensor(other):
+                shown, reference = call_argument(next(tensors), fixed)
+                call_args.append(reference)
+                others.append(shown)
+                other = len(others) - 1
+            products.append(f"({own}, {other})")
+        parts += [f"fixed={fixed}"]
+        for name, texts in (("products", products), ("others", others)):
+            if texts:
+                parts.append(f"{name}=({', '.join(texts)},)")
+        self._write(wrapper, f"q2_CallSite({', '.join(parts)})", call_args)
 
     def _fixed(self) -> bool:
         """Whether no size is symbolic."""
@@ -332,10 +328,10 @@ def buffers_of(members: Sequence[Member]) -> list[Any]:
     return [buffer for member in members for buffer in member.buffers if buffer is not None]
 
 
-def site_of(
+def text_of(
     member: Member, wrapper: Any, tensors: Iterator[Any], call_args: list[str], fixed: bool
 ) -> str:
-    """The text of a member's call site. Arguments of its calls go to `call_args`. tensors:
+    """The text of a member in its call site. Arguments of its calls go to `call_args`. tensors:
     operands of this and of later members."""
     shown: dict[str, Any] = {}
     for (name, _), arg in zip(parameters(member.op), member.args, strict=True):
@@ -351,8 +347,8 @@ def site_of(
     args, keywords = as_written(member.op, shown)
     wanted = ", ".join(str(int(b is not None)) for b in member.buffers)
     of = [repr(member.op), f"({', '.join(map(repr, args))},)", f"({wanted},)"]
-    of += [f"fixed={fixed}", *(f"{name}={arg!r}" for name, arg in keywords.items())]
-    return f"q2_CallSite({', '.join(of)})"
+    of += [f"{name}={arg!r}" for name, arg in keywords.items()]
+    return f"q2_Call({', '.join(of)})"
 
 
 class Shown(str):

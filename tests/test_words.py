@@ -44,7 +44,7 @@ NAMES = (
     Term(r"LOOPS", "INDUCTOR"),
     Term(r"Producer|\w*produced|Produced", "PrologueExpression, prologue"),
     Term(r"Ready|pasts|READY_CALLS", "BoundCall, byte_offsets"),
-    Term(r"At|FusedSite|Together", "BufferSlot, FusedCallSite, GroupedCallSite"),
+    Term(r"At|FusedSite|Together", "BufferSlot, CallSite"),
     Term(r"several_launch|\w*last_launch|Ending", "batched launch, tail kernel"),
     Term(r"settled?|mend|mended", "finalize, fix up"),
     Term(r"law|kin|verdicts?|agreements", "reference semantics, variants, self-check result"),

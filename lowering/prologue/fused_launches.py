@@ -36,8 +36,8 @@ from q2compile.lowering.launches import (
     fakes,
     is_tensor,
     member_with_outputs,
-    site_of,
     tensors_of,
+    text_of,
     unwrapped,
 )
 from q2compile.lowering.member import Member, OpCall
@@ -168,8 +168,6 @@ class FusedLaunches(LaunchNode):
 
     _imports = (
         *Launches._imports,
-        "from q2compile.runtime_kernels.cuda.fused_call_site "
-        "import FusedCallSite as q2_FusedCallSite",
         "from q2compile.runtime_kernels.cuda.quantize.prologue_expression "
         "import PrologueExpression as q2_PrologueExpression",
     )
@@ -186,6 +184,6 @@ class FusedLaunches(LaunchNode):
         expression, buffers = self._found
         call_args = [*buffers]
         tensors = iter(self._tensors[len(buffers) :])
-        sites = [site_of(m, wrapper, tensors, call_args, fixed=True) for m in self._members]
-        site = f"q2_FusedCallSite(q2_{expression!r}, ({', '.join(sites)},))"
-        self._write(wrapper, site, call_args)
+        parts = [text_of(m, wrapper, tensors, call_args, fixed=True) for m in self._members]
+        parts += ["fixed=True", f"prologue=q2_{expression!r}"]
+        self._write(wrapper, f"q2_CallSite({', '.join(parts)})", call_args)

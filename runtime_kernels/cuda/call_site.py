@@ -3,12 +3,14 @@
 
 Generated code makes a CallSite when it is loaded, and calls it with tensors:
 
-    q2_site_0 = q2_CallSite('quantize', (...,), (1, 1, 1), fixed=True, scheme='nvfp4_sr',
-                            transform='rht16', rowwise=False, columnwise=True, columnwise_seed=...)
+    q2_site_0 = q2_CallSite(q2_Call('quantize', (...,), (1, 1, 1), scheme='nvfp4_sr',
+                            transform='rht16', columnwise_seed=...), fixed=True)
     ...
     q2_site_0(buf0, buf1, buf2, buf3, buf4)
 
-A GroupedCallSite makes one grouped launch of several calls (quantize/grouped_launch.py).
+Several calls in one site have one grouped launch (quantize/grouped_launch.py), or one kernel that
+computes their operands (quantize/fused.py). If that is not possible, each call is launched alone;
+if that is not possible, the op itself is called.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.profiler import record_function
 
-from q2compile.runtime_kernels.choice import choose
+from q2compile.runtime_kernels.choice import Choice, choose
 from q2compile.runtime_kernels.cuda.calls import (
     ALIGNMENT,
     BoundCall,
@@ -27,9 +29,20 @@ from q2compile.runtime_kernels.cuda.calls import (
     bound_once,
     tensors_of,
 )
+from q2compile.runtime_kernels.cuda.quantize import fused
 from q2compile.runtime_kernels.cuda.quantize.grouped_check import Group, checked_as, rejection
 from q2compile.runtime_kernels.cuda.quantize.grouped_launch import ScaleProduct, grouped_plan
-from q2compile.runtime_kernels.registry import bound, call_op, kernels_own, reject
+from q2compile.runtime_kernels.cuda.quantize.prologue_expression import PrologueExpression
+from q2compile.runtime_kernels.ops.table import QUANTIZE, QuantizerCall
+from q2compile.runtime_kernels.registry import (
+    FUSED,
+    bound,
+    call_op,
+    failure_text,
+    kernels_own,
+    reject,
+    warn_of_failure,
+)
 
 _profiler = torch.autograd.profiler
 
@@ -45,81 +58,39 @@ class View(NamedTuple):
         return base.as_strided(self.size, self.stride, base.storage_offset() + self.offset)
 
 
-class CallSite:
+def _opened(arg: Any, base: torch.Tensor) -> torch.Tensor:
+    """The tensor for which `...` or a View stands."""
+    return arg.of(base) if isinstance(arg, View) else base
+
+
+class SiteCall:
     """One call of an op in generated code.
 
     args, keywords: the op's arguments. `...`, or a View, stands for a tensor that each call gives.
     wanted: for each output of the op, whether the calls give a buffer for it.
-    fixed: all calls have the same sizes and strides, so later calls read addresses alone.
     """
 
     def __init__(
-        self,
-        op: str,
-        args: tuple[Any, ...],
-        wanted: tuple[int, ...],
-        *,
-        fixed: bool,
-        **keywords: Any,
+        self, op: str, args: tuple[Any, ...], wanted: tuple[int, ...], **keywords: Any
     ) -> None:
-        self.op, self._args, self._fixed = op, bound(op, args, keywords), fixed
+        self.op, self._args = op, bound(op, args, keywords)
         self.wanted = tuple(map(bool, wanted))
         self.open = [i for i, arg in enumerate(self._args) if arg is ... or isinstance(arg, View)]
-        self._bound: BoundCall | None = None
-
-    def __call__(self, *given: Any) -> None:
-        """Enqueues on the current stream of the current device, where the operands must be.
-
-        given: tensors for the open arguments, then contiguous buffers for the wanted outputs.
-        """
-        bound = self._bound
-        if _profiler._is_profiler_enabled:
-            with record_function(f"q2::{self.op}"):
-                self.enqueue(given)
-        elif bound is not None and not given[0].data_ptr() % ALIGNMENT:
-            bound(given)  # not by enqueue: a Python call costs a good part of a launch
-        else:
-            self.enqueue(given)
-
-    def enqueue(self, given: Sequence[Any]) -> None:
-        """As __call__, for the first call and for operands that are not on 16 bytes, too."""
-        if self._bound is not None and aligned(given[0]):
-            self._bound(given)
-            return
-        args, buffers = self.arguments(given), given[len(self.open) :]
-        kernel = choose(self.op, args)
-        if kernel.launching is None:  # Inductor's caches may come from a process with other kernels
-            self.through_the_dispatcher(args, buffers)
-            return
-        laid_out = kernel.launching.in_layout(args)
-        operands = tensors_of(laid_out)
-        try:
-            bound = kernel.launching.bind(laid_out, self.wanted)
-            bound([*operands, *buffers])
-        except Exception as error:
-            if not kernels_own(error, self.op, kernel.name, operands[0].device):
-                raise
-            reject(kernel.kernel, args, error)
-            self.through_the_dispatcher(args, buffers)
-            return
-        same = all(a is b for a, b in zip(operands, tensors_of(args), strict=True))
-        if self._fixed and same and aligned(operands[0]) and aligned(given[0]):
-            self._bound = kernel.launching.bind(laid_out, self.wanted, self.byte_offsets(args))
 
     def arguments(self, given: Sequence[Any]) -> list[Any]:
         """The op's arguments. given: begins with tensors for the open ones."""
         args = list(self._args)
         for i, base in zip(self.open, given, strict=False):
-            args[i] = args[i].of(base) if isinstance(args[i], View) else base
+            args[i] = _opened(args[i], base)
         return args
 
-    def byte_offsets(self, args: Sequence[Any]) -> tuple[int, ...]:
+    def byte_offsets(self, args: Sequence[Any]) -> list[int]:
         """Where each tensor of the arguments begins in the tensor that is given for it."""
-        return tuple(
+        return [
             view.offset * arg.element_size() if isinstance(view, View) else 0
             for view, arg in zip(self._args, args, strict=True)
             if isinstance(arg, torch.Tensor)
-        )
+        ]
 
     def through_the_dispatcher(self, args: Sequence[Any], buffers: Sequence[torch.Tensor]) -> None:
         """Run the op by any kernel that serves the call."""
@@ -130,140 +101,184 @@ class CallSite:
             buffer.copy_(result.view(buffer.shape))
 
 
-class JointCallSite:
-    """Call sites that are called as one.
+class CallSite:
+    """Calls that are launched together, in generated code.
 
-    sites: in order.
-    beginnings: where the open arguments of each site begin among those of all, and where they end.
-    """
-
-    def __init__(self, sites: tuple[CallSite, ...]) -> None:
-        self.sites, self.beginnings = sites, [0]
-        for site in sites:
-            self.beginnings.append(self.beginnings[-1] + len(site.open))
-        self._name = " + ".join(f"q2::{site.op}" for site in sites)
-
-    def __call__(self, *given: Any) -> None:
-        """Enqueues as a CallSite does. given: as `enqueue` takes it."""
-        if _profiler._is_profiler_enabled:
-            with record_function(self._name):
-                self.enqueue(given)
-        else:
-            self.enqueue(given)
-
-    def enqueue(self, given: Sequence[Any]) -> None:
-        raise NotImplementedError
-
-    def arguments(self, given: Sequence[Any]) -> list[list[Any]]:
-        """The arguments of each op. given: begins with tensors for the open ones."""
-        pairs = zip(self.sites, self.beginnings, strict=False)
-        return [site.arguments(given[start : start + len(site.open)]) for site, start in pairs]
-
-
-class GroupedCallSite(JointCallSite):
-    """Calls with one grouped launch.
-
-    sites: the call sites, in order.
-    products: of their global scales (quantize/grouped_launch.py).
+    fixed: all calls have the same sizes and strides, so later calls read addresses alone.
+    products: of global scales (quantize/grouped_launch.py).
     others: `...` or a View for each tensor that products read and no call makes.
+    prologue: computes the operand of each call, whose x is None, from the first tensors given.
     """
 
     def __init__(
         self,
-        sites: tuple[CallSite, ...],
-        products: tuple[tuple[Any, Any], ...],
-        others: tuple[Any, ...],
-        *,
+        *calls: SiteCall,
         fixed: bool,
+        products: tuple[tuple[Any, Any], ...] = (),
+        others: tuple[Any, ...] = (),
+        prologue: PrologueExpression | None = None,
     ) -> None:
-        super().__init__(sites)
-        self._fixed, self._others = fixed, others
+        self.calls, self._fixed, self._others, self._prologue = calls, fixed, others, prologue
         self._products = tuple(ScaleProduct(*product) for product in products)
-        self._beginnings = tuple(self.beginnings[:-1])
-        self._wanted = tuple(w for site in sites for w in site.wanted) + (True,) * len(products)
+        # Where the open arguments of each call begin among the given tensors, and where they end.
+        self.beginnings = [len(prologue.inputs) if prologue else 0]
+        for call in calls:
+            self.beginnings.append(self.beginnings[-1] + len(call.open))
+        # The tensors that kernels load by 16 bytes, or that their operands are views of.
+        self._loaded = tuple(range(self.beginnings[0]) if prologue else self.beginnings[:-1])
+        self._wanted = tuple(w for call in calls for w in call.wanted) + (True,) * len(products)
+        self._name = " + ".join(f"q2::{call.op}" for call in calls)
+        self._alone: list[CallSite] = []
+        if prologue is None and (products or len(calls) > 1):
+            self._alone = [CallSite(call, fixed=fixed) for call in calls]
         self._bound: BoundCall | None = None
-        self._separate = self._is_checked = False
+        self._has_failed = False
 
-    def enqueue(self, given: Sequence[Any]) -> None:
-        """As CallSite.enqueue. given: tensors for the open arguments of each site, the others, then
-        buffers for the wanted outputs of each site, and for the products."""
+    def __call__(self, *given: Any) -> None:
+        """Enqueues on the current stream of the current device, where the operands must be.
+
+        given: inputs of the prologue, tensors for the open arguments of each call, the others, then
+            contiguous buffers for the wanted outputs of each call, and for the products.
+        """
+        if _profiler._is_profiler_enabled:
+            with record_function(self._name):
+                self.enqueue(given)
+            return
         if self._bound is not None:
-            for i in self._beginnings:  # a generator would cost twice as much
+            for i in self._loaded:  # a generator, or a Python call, costs a good part of a launch
                 if given[i].data_ptr() % ALIGNMENT:
                     break
             else:
                 self._bound(given)
                 return
-        args, end = self.arguments(given), self.beginnings[-1]
-        kernels = [choose(site.op, a) for site, a in zip(self.sites, args, strict=True)]
-        self._separate |= any(kernel.launching is None for kernel in kernels)
-        if self._separate or self._is_rejected(args):
-            self._one_by_one(given)
-            return
-        laid_out = [k.launching.in_layout(a) for k, a in zip(kernels, args, strict=True)]
-        operands = [t for a in laid_out for t in tensors_of(a)]
-        same = all(
-            a is b for a, b in zip(operands, (t for a in args for t in tensors_of(a)), strict=True)
-        )
-        others = [
-            of.of(given[i]) if isinstance(of, View) else given[i]
-            for i, of in enumerate(self._others, end)
-        ]
-        buffers = given[end + len(self._others) :]
-        try:
-            self._bind(kernels, laid_out, None)([*operands, *others, *buffers])
-        except Exception as error:
-            if not kernels_own(error, self.sites[0].op, kernels[0].name, operands[0].device):
-                raise
-            self._separate = True  # each call finds out whether its kernel fails
-            self._one_by_one(given)
-            return
-        beginnings = [given[i] for i in self._beginnings]
-        firsts = [tensors_of(a)[0] for a in laid_out]
-        if self._fixed and same and all(map(aligned, [*firsts, *beginnings])):
-            byte_offsets = [
-                p for site, a in zip(self.sites, args, strict=True) for p in site.byte_offsets(a)
-            ]
-            byte_offsets += [4 * of.offset if isinstance(of, View) else 0 for of in self._others]
-            self._bound = self._bind(kernels, laid_out, tuple(byte_offsets))
+        self.enqueue(given)
 
-    def _is_rejected(self, args: Sequence[Any]) -> bool:
-        """Whether the self-check of this group failed. It is asked for at the first call."""
-        if not self._is_checked:
-            calls = tuple(checked_as(site.op, a) for site, a in zip(self.sites, args, strict=True))
-            group = Group(calls, self._products, len(self._others))
-            device = tensors_of(args[0])[0].device
-            self._is_checked, self._separate = True, rejection(group, device) is not None
-        return self._separate
+    def enqueue(self, given: Sequence[Any]) -> None:
+        """As __call__, for the first call and for operands that are not on 16 bytes, too."""
+        if self._bound is not None and all(aligned(given[i]) for i in self._loaded):
+            self._bound(given)
+        elif self._has_failed or not self._are_launched(given):
+            self._one_by_one(given)
+
+    def _are_launched(self, given: Sequence[Any]) -> bool:
+        """Launches the calls together; False if their kernels are more than launches, if they are
+        rejected, or if they fail. (Inductor's caches may come from a process with other kernels.)
+        """
+        args = [call.arguments(given[at:]) for call, at in self._places()]
+        choices = [
+            choose(c.op, self._asked(a, given)) for c, a in zip(self.calls, args, strict=True)
+        ]
+        if any(choice.launching is None for choice in choices):
+            return False
+        if self._prologue is not None and not all(aligned(given[i]) for i in self._loaded):
+            return False
+        if self._alone and rejection(self._group(args), tensors_of(args[0])[0].device) is not None:
+            return False
+        end = self.beginnings[-1]
+        behind = end + len(self._others)
+        others = [_opened(of, given[i]) for i, of in enumerate(self._others, end)]
+        laid_out = args
+        if self._prologue is None:
+            pairs = zip(choices, args, strict=True)
+            laid_out = [choice.launching.in_layout(a) for choice, a in pairs]
+        operands = [t for a in laid_out for t in tensors_of(a)]
+        inputs = list(given[: self.beginnings[0]])
+        device = (inputs or operands)[0].device
+        try:
+            launched = self._bind(choices, laid_out, None, device.index)
+            launched([*inputs, *operands, *others, *given[behind:]])
+        except Exception as error:
+            self._judge(error, choices[0], args[0], device)
+            return False
+        unchanged = (t for a in args for t in tensors_of(a))
+        same = all(a is b for a, b in zip(operands, unchanged, strict=True))
+        firsts = [] if self._prologue else [tensors_of(a)[0] for a in laid_out]
+        if self._fixed and same and all(map(aligned, [*firsts, *(given[i] for i in self._loaded)])):
+            byte_offsets = [0] * len(inputs)
+            for call, a in zip(self.calls, args, strict=True):
+                byte_offsets += call.byte_offsets(a)
+            byte_offsets += [4 * of.offset if isinstance(of, View) else 0 for of in self._others]
+            self._bound = self._bind(choices, laid_out, tuple(byte_offsets), device.index)
+        return True
+
+    def _places(self) -> zip[tuple[SiteCall, int]]:
+        return zip(self.calls, self.beginnings, strict=False)
+
+    def _asked(self, args: list[Any], given: Sequence[Any]) -> list[Any]:
+        """The arguments by which a kernel is chosen."""
+        prologue = self._prologue
+        if prologue is None:
+            return args
+        return [given[0].new_empty((0, prologue.cols), dtype=prologue.dtype), *args[1:]]
+
+    def _group(self, args: Sequence[Any]) -> Group:
+        calls = tuple(checked_as(call.op, a) for call, a in zip(self.calls, args, strict=True))
+        return Group(calls, self._products, len(self._others))
 
     def _bind(
-        self, kernels: Sequence[Any], laid_out: Sequence[Any], byte_offsets: tuple[int, ...] | None
+        self,
+        choices: Sequence[Choice],
+        args: Sequence[Any],
+        byte_offsets: tuple[int, ...] | None,
+        index: int,
     ) -> BoundCall:
-        pairs = list(zip((kernel.launching for kernel in kernels), laid_out, strict=True))
-        kinds = tuple(launching.kind(args) for launching, args in pairs)
+        if self._prologue is not None:
+            calls = [QuantizerCall.of(QUANTIZE, each) for each in args]
+            plan = fused.fused_plan(self._prologue, index, calls)
+            return BoundCall(plan, index, self._wanted, byte_offsets)
+        pairs = [(choice.launching, a) for choice, a in zip(choices, args, strict=True)]
+        if not self._alone:
+            return pairs[0][0].bind(pairs[0][1], self._wanted, byte_offsets)
 
         def make() -> BoundCall:
-            plans = [launching.plan(*args) for launching, args in pairs]
+            plans = [launching.plan(*a) for launching, a in pairs]
             plan = grouped_plan(plans, self._products, len(self._others))
-            index = tensors_of(laid_out[0])[0].device.index
             return BoundCall(plan, index, self._wanted, byte_offsets)
 
-        key = kinds, self._products, self._wanted, byte_offsets
-        return bound_once(key, make)
+        kinds = tuple(launching.kind(a) for launching, a in pairs)
+        return bound_once((kinds, self._products, self._wanted, byte_offsets), make)
+
+    def _judge(
+        self, error: Exception, choice: Choice, args: Sequence[Any], device: torch.device
+    ) -> None:
+        """A launch has failed. From now on its kernel is rejected; the calls of a group are
+        launched one by one, and each finds out whether its kernel fails.
+
+        Raises:
+            Exception: the error, if it is not the kernel's.
+        """
+        name = FUSED if self._prologue is not None else choice.name
+        if not kernels_own(error, self.calls[0].op, name, device):
+            raise error
+        if self._prologue is not None:
+            warn_of_failure(QUANTIZE, FUSED, device, failure_text(error))
+        elif not self._alone:
+            reject(choice.kernel, args, error)
+            return
+        self._has_failed = True
 
     def _one_by_one(self, given: Sequence[Any]) -> None:
         """Run each call by itself, by any kernel that serves it."""
-        buffers = iter(given[self.beginnings[-1] + len(self._others) :])
+        end = self.beginnings[-1]
+        buffers = iter(given[end + len(self._others) :])
+        prologue = self._prologue
+        computed = [] if prologue is None else prologue.evaluate(given[: self.beginnings[0]])
         outputs: list[list[Any]] = []
-        for site, start, end in zip(self.sites, self.beginnings, self.beginnings[1:], strict=False):
-            outputs.append([next(buffers) if wanted else None for wanted in site.wanted])
-            site(*given[start:end], *(b for b in outputs[-1] if b is not None))
+        for i, (call, start) in enumerate(self._places()):
+            outputs.append([next(buffers) if wanted else None for wanted in call.wanted])
+            own = [buffer for buffer in outputs[-1] if buffer is not None]
+            if self._alone:
+                self._alone[i](*given[start : start + len(call.open)], *own)
+                continue
+            args = call.arguments(given[start:])
+            if computed:
+                args[0] = computed[i]
+            call.through_the_dispatcher(args, own)
         for product in self._products:
-            (i, own), other = product
+            (i, made), other = product
             if isinstance(other, int):
-                of, base = self._others[other], given[self.beginnings[-1] + other]
-                factor = of.of(base) if isinstance(of, View) else base
+                factor = _opened(self._others[other], given[end + other])
             else:
                 factor = outputs[other[0]][other[1]]
             buffer = next(buffers)
-            torch.mul(outputs[i][own], factor.view(buffer.shape), out=buffer)
+            torch.mul(outputs[i][made], factor.view(buffer.shape), out=buffer)

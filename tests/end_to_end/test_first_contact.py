@@ -16,7 +16,7 @@ import torch._inductor.config as inductor_config
 from torch import nn
 
 from q2compile.runtime_kernels.cuda import emulated
-from q2compile.runtime_kernels.cuda.call_site import CallSite, GroupedCallSite
+from q2compile.runtime_kernels.cuda.call_site import CallSite
 from q2compile.runtime_kernels.cuda.gemm import triton_fp4
 from q2compile.runtime_kernels.cuda.jit import limits, nvrtc
 from tests.support.emulation.inductor import INDUCTOR_OPTIONS, emulate, serve_as_on
@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
 ]
-ENQUEUE = {site: site.enqueue for site in (CallSite, GroupedCallSite)}
+ENQUEUE = CallSite.enqueue
 
 
 def pretend(
@@ -36,8 +36,7 @@ def pretend(
     """A GPU of this compute capability, and this NVRTC. Returns what the log says of it."""
     emulate(monkeypatch, 10 * capability[0] + capability[1])
     serve_as_on(monkeypatch, 10 * capability[0] + capability[1])
-    for site, call in ENQUEUE.items():
-        monkeypatch.setattr(site, "enqueue", call)
+    monkeypatch.setattr(CallSite, "enqueue", ENQUEUE)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=None: "a GPU")
     monkeypatch.setattr(nvrtc, "version", lambda: version)
     monkeypatch.setattr(triton_fp4, "triton_version", lambda: (3, 8))

@@ -17,7 +17,6 @@ from torch import nn
 from q2compile.lowering import launches
 from q2compile.lowering.prologue import fusion_rule
 from q2compile.lowering.state import LoweringState
-from q2compile.runtime_kernels.cuda.fused_call_site import FusedCallSite
 from tests.support.emulation.inductor import INDUCTOR_OPTIONS, emulate, serve_as_on
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -83,7 +82,6 @@ def kind_of(arg: Any) -> Any:
 def test_equal_layers_have_equal_calls(fuse, sources, monkeypatch) -> None:
     """Kernels are looked up once for each kind of call in a graph, so the second layer asks for
     nothing that the first has asked for, nor does the third."""
-    monkeypatch.setattr(FusedCallSite, "enqueue", lambda site, given: None)
     monkeypatch.setattr(fusion_rule, "why_not", lambda *args: None)
     asked: Counter[Any] = Counter()
     choose = launches.choose

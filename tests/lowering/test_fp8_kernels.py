@@ -111,5 +111,5 @@ def test_a_step_in_mxfp4_multiplies_its_codes_in_e4m3(
     e4m3 once. mxfp4 has its fprop in BF16."""
     found, left, code = gemms_of_a_step(monkeypatch, recipe)
     assert (len(found), left) == (scaled, others)
-    assert len(re.findall(r"q2_CallSite\('to_e4m3'", code)) == elements
+    assert len(re.findall(r"q2_Call\('to_e4m3'", code)) == elements
     assert "@bf16" not in code and "dequantize" not in code

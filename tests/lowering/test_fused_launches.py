@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from q2compile.lowering.prologue import fusion_rule
-from q2compile.runtime_kernels.cuda.call_site import CallSite
-from q2compile.runtime_kernels.cuda.fused_call_site import FusedCallSite
+from q2compile.runtime_kernels.cuda.call_site import CallSite, SiteCall
 from q2compile.runtime_kernels.cuda.jit import launch
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, LaunchError
 from q2compile.runtime_kernels.cuda.quantize import fused, plan, prologue_source, rotate_quantize
@@ -244,7 +243,7 @@ NOT_FUSED = {
 def test_what_is_not_fused_and_why(why, monkeypatch) -> None:
     function, operands = NOT_FUSED[why]
     done = run_fused(monkeypatch, function, SEEDS, *operands())
-    assert done.calls == [] and "q2_FusedCallSite" not in done.source
+    assert done.calls == [] and "prologue=" not in done.source
     (note,) = done.notes
     assert ": not fused: " in note and why in note
 
@@ -368,11 +367,11 @@ def test_the_rule_knows_operands_of_one_read(monkeypatch) -> None:
     assert asked == [(2, False), (1, True), (1, True), (1, False)]
 
 
-def site_of(done: Fused) -> FusedCallSite:
+def site_of(done: Fused) -> CallSite:
     """One like that of generated code."""
     _, keywords = calls.both(None, ..., ..., EDEN, "rht128", 3).written()
-    site = CallSite(QUANTIZE, (None,), (1,) * 6, fixed=True, **keywords)
-    return FusedCallSite(done.calls[0][0], (site,))
+    call = SiteCall(QUANTIZE, (None,), (1,) * 6, **keywords)
+    return CallSite(call, fixed=True, prologue=done.calls[0][0])
 
 
 def test_inputs_off_16_bytes_are_computed_apart(monkeypatch) -> None:

@@ -15,7 +15,7 @@ import torch._inductor.config as inductor_config
 from torch import Tensor, nn
 from torch._inductor.graph import GraphLowering
 
-from q2compile.runtime_kernels.cuda.call_site import CallSite, GroupedCallSite
+from q2compile.runtime_kernels.cuda.call_site import CallSite
 from tests.support.emulation.inductor import lower_on_cpu, serve_as_on
 from tests.support.emulation.on_cpu import launches_on_cpu
 
@@ -70,11 +70,10 @@ def step(how: str, training: bool = True, **options: Any) -> list[Tensor]:
 @pytest.fixture
 def pretended(monkeypatch) -> Iterator[list[str]]:
     """The sources of the graphs that are compiled."""
-    calls = {site: site.enqueue for site in (CallSite, GroupedCallSite)}
+    enqueue = CallSite.enqueue
     lower_on_cpu(monkeypatch)
     serve_as_on(monkeypatch, 90)
-    for site, call in calls.items():
-        monkeypatch.setattr(site, "enqueue", call)
+    monkeypatch.setattr(CallSite, "enqueue", enqueue)
     launches_on_cpu(monkeypatch, "sm_90a")
     sources: list[str] = []
     monkeypatch.setattr(GraphLowering, "save_output_code", staticmethod(sources.append))
@@ -99,7 +98,7 @@ def test_the_bits_are_the_reference_s(recipe, how, request) -> None:
     assert f"({ROWS}, {K // 2})" not in forward and f"({ROWS}, {K // 16})" not in forward
     assert _made(forward, "torch.bfloat16").count(f"({ROWS}, {K})") == 1
     assert _made(backward, "torch.uint8") == [f"({ROWS}, {K // 16})", f"({ROWS}, {K // 2})"]
-    sites = [line for part in backward.split("q2_CallSite(") for line in part.splitlines()[:1]]
+    sites = [line for part in backward.split("q2_Call(") for line in part.splitlines()[:1]]
     assert sum(site.startswith("'requantize'") and "offs=" in site for site in sites) == 1
 
 

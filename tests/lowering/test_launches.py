@@ -20,7 +20,7 @@ from q2compile import lowering
 from q2compile.lowering import launches
 from q2compile.lowering.member import Member
 from q2compile.runtime_kernels import choice, registry
-from q2compile.runtime_kernels.cuda.call_site import CallSite, GroupedCallSite
+from q2compile.runtime_kernels.cuda.call_site import CallSite, SiteCall
 from q2compile.runtime_kernels.cuda.gemm import scaled_mm
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, LaunchError
 from q2compile.runtime_kernels.numerics.column_sums import column_sums
@@ -46,11 +46,10 @@ def capability() -> int:
 def pretended(monkeypatch, capability) -> Iterator[list[str]]:
     """Generated code is that for an H200, and its sites launch in the emulation. The sources of the
     graphs that are compiled."""
-    calls = {site: site.enqueue for site in (CallSite, GroupedCallSite)}
+    enqueue = CallSite.enqueue
     sources = emulate(monkeypatch, capability)
     serve_as_on(monkeypatch, capability)
-    for site, call in calls.items():
-        monkeypatch.setattr(site, "enqueue", call)
+    monkeypatch.setattr(CallSite, "enqueue", enqueue)
     launches_on_cpu(monkeypatch, "sm_90a" if capability == 90 else "sm_100a")
     with inductor_config.patch(INDUCTOR_OPTIONS):
         yield sources
@@ -177,12 +176,12 @@ def test_products_of_global_scales_come_with_them(recipe, request, capability) -
     assert [args.split(", ")[-1] for args in gemms] == ["primals_2", "None", "None"]
     # x with w; dy with w; and the other operand of dy with x.
     names: dict[str, Any] = {
-        "q2_CallSite": lambda *args, **how: args,
+        "q2_Call": lambda *args, **how: args,
         "q2_View": lambda *args: args,
     }
     names["torch"] = torch
-    names["q2_GroupedCallSite"] = lambda sites, products, others, fixed: (products, len(others))
-    made = [eval(of, names) for of in re.findall(r"= (q2_GroupedCallSite\(.*)", code)]
+    names["q2_CallSite"] = lambda *calls, fixed, products=(), others=(): (products, len(others))
+    made = [of for line in re.findall(r"= (q2_CallSite\(.*)", code) if (of := eval(line, names))[0]]
     assert made == [((((0, 2), (1, 2)),), 0), ((((0, 2), (1, 2)), ((0, 5), (2, 2))), 0)]
 
 
@@ -205,13 +204,13 @@ def test_products_where_launches_fail(request, monkeypatch, capability) -> None:
 def test_of_what_gemms_of_bf16_do_not_read_there_are_no_buffers(pretended) -> None:
     step_of("quartet2")(rows(100))
     forward, backward = pretended
-    of_sites = re.findall(r"q2_CallSite\('(\w+)', .*?, \(([01, ]+),\), fixed=True", backward)
+    of_sites = re.findall(r"q2_Call\('(\w+)', .*?, \(([01, ]+),\)[,)]", backward)
     assert of_sites == [
         ("quantize", "1, 0, 0, 1, 0, 0"),
         ("requantize", "1, 0, 0"),
         ("requantize", "1, 0, 0"),
     ]
-    assert forward.count("q2_CallSite('dequantize'") == 2 and "extern_kernels.mm(" in forward
+    assert forward.count("q2_Call('dequantize'") == 2 and "extern_kernels.mm(" in forward
     assert backward.count("extern_kernels.mm(") == 2
 
 
@@ -312,7 +311,8 @@ def test_a_site_where_another_kernel_serves() -> None:
 
     how = {"scheme": "nvfp4_sr_pow2", "transform": "rht16", "rowwise": True, "columnwise": False}
     second = View((), (), 1)
-    site = CallSite("quantize", (...,), (1, 0, 1), fixed=True, **how, rowwise_seed=second)
+    call = SiteCall("quantize", (...,), (1, 0, 1), **how, rowwise_seed=second)
+    site = CallSite(call, fixed=True)
     want = torch.ops.q2.quantize(x, **how, rowwise_seed=seed[1])
     codes, unit = torch.empty_like(want[0]), torch.empty(1)
     site(x, seed, codes, unit)
@@ -359,7 +359,7 @@ def test_statistics_are_taken_of_what_is_written(pretended) -> None:
 
     torch.compile(recorded)(rows(48))
     (source,) = pretended
-    assert "q2_CallSite('split_scales'" in source
+    assert "q2_Call('split_scales'" in source
     assert source.index(" q2_site_0(") < source.index("statistics_of_operand.default(")
 
 
@@ -388,7 +388,7 @@ def test_a_global_scale_is_applied_once(pretended, monkeypatch) -> None:
     finally:
         library._destroy()
     (source,) = pretended
-    shown = re.findall(r"q2_CallSite\('dequantize', \((.*?), '(\w+)'", source)
+    shown = re.findall(r"q2_Call\('dequantize', \((.*?), '(\w+)'", source)
     assert shown == [("..., ..., ...", "mxfp4_rtn"), ("..., ..., None", "mxfp4_rtn34")]
     (read,) = re.findall(r"triton_poi_\w+\.run\((.*?), stream", source)
     assert "arg5_1" in read and "arg2_1" not in read

@@ -16,7 +16,7 @@ import torch._inductor.config as inductor_config
 from torch import nn
 from torch._inductor.graph import GraphLowering
 
-from q2compile.runtime_kernels.cuda.call_site import CallSite, GroupedCallSite
+from q2compile.runtime_kernels.cuda.call_site import CallSite
 from q2compile.runtime_kernels.cuda.gemm import triton_fp4
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, get_scheme
@@ -60,7 +60,7 @@ def _generated(recipe: str, capability: int, bias: bool, apart: bool) -> tuple[C
     def bind(launch, index, grid, values, slots):
         return lambda stream, addresses: found.update([launch.variant.file])
 
-    calls = {site: site.enqueue for site in (CallSite, GroupedCallSite)}
+    enqueue = CallSite.enqueue
     with (
         pytest.MonkeyPatch.context() as patch,
         inductor_config.patch(INDUCTOR_OPTIONS),
@@ -68,8 +68,7 @@ def _generated(recipe: str, capability: int, bias: bool, apart: bool) -> tuple[C
     ):
         sources = emulate(patch, capability)
         serve_as_on(patch, capability)
-        for site, call in calls.items():
-            patch.setattr(site, "enqueue", call)
+        patch.setattr(CallSite, "enqueue", enqueue)
         launches_on_cpu(patch, "sm_90a" if capability == HOPPER else "sm_100a")
         patch.setattr(Launch, "bind", bind)
         patch.setattr(GraphLowering, "codegen", counted)

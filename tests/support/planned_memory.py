@@ -192,8 +192,8 @@ class _Code:
             scope[f"empty_strided_{device}"] = lambda *like: counted.made(_line(), *like)
         for text in re.findall(r"^q2_site_\d+ = .*$", source, re.M):
             sites = {
+                "q2_Call": _Call,
                 "q2_CallSite": _Site,
-                "q2_GroupedCallSite": _Grouped,
                 "q2_View": _View,
                 "torch": torch,
             }
@@ -222,13 +222,13 @@ class _View:
         pass
 
 
-class _Site:
+class _Call:
     """A call of a q2 op, which holds a workspace while it is enqueued: four bytes for each block of
     16 whose scale has to wait for the largest (runtime_kernels/cuda/quantize/plan.py).
     """
 
     def __init__(
-        self, op: str, args: tuple[Any, ...], wanted: tuple[int, ...], fixed: bool, **named: Any
+        self, op: str, args: tuple[Any, ...], wanted: tuple[int, ...], **named: Any
     ) -> None:
         given = (*args, *named.values())
         self.open = sum(arg is ... or isinstance(arg, _View) for arg in given)
@@ -246,14 +246,11 @@ class _Site:
         numbers = sum(output.numel() * (1 if spec.dequantized else 2) for output in codes)
         return numbers // 4 if ScaleRule.of(spec) in SCALED_AFTERWARDS else 0
 
-    def __call__(self, *given: torch.Tensor) -> None:
-        self.counted.made(_line(), (self.workspace(list(given[self.open :])),), (1,), torch.uint8)
 
+class _Site:
+    """Calls that end in one launch."""
 
-class _Grouped:
-    """Several of them, which end in one launch."""
-
-    def __init__(self, sites: Any, products: Any, others: Any, fixed: bool) -> None:
+    def __init__(self, *sites: Any, fixed: bool, products: Any = (), others: Any = ()) -> None:
         self.sites, self.others = sites, others
 
     def __call__(self, *given: torch.Tensor) -> None:

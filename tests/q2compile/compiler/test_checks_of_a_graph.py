@@ -19,14 +19,13 @@ from q2compile.compiler.post_grad_passes import PostGradPasses
 from q2compile.runtime_kernels import kernel_states
 from q2compile.runtime_kernels.cpu import build
 from q2compile.runtime_kernels.cuda import checks, selfcheck
-from q2compile.runtime_kernels.cuda.call_site import CallSite, GroupedCallSite
+from q2compile.runtime_kernels.cuda.call_site import CallSite
 from q2compile.runtime_kernels.cuda.checked_cases import (
     REQUANTIZED,
     ROWWISE,
     arguments_of,
     used,
 )
-from q2compile.runtime_kernels.cuda.fused_call_site import FusedCallSite
 from q2compile.runtime_kernels.cuda.jit import launch, nvrtc
 from q2compile.runtime_kernels.cuda.quantize import fused, quantizers
 from q2compile.runtime_kernels.kernel_states import KNOWN, DeviceLostError
@@ -172,8 +171,7 @@ def test_a_step_waits_for_no_check_that_its_compilation_did_not_begin(
         late.extend([request.label] if launched else [])
         return submit(request, after)
 
-    for site in (CallSite, GroupedCallSite, FusedCallSite):
-        monkeypatch.setattr(site, "enqueue", noted(site.enqueue))
+    monkeypatch.setattr(CallSite, "enqueue", noted(CallSite.enqueue))
     monkeypatch.setattr(checks.CHECKER, "submit", submitted)
     model = nn.Sequential(nn.Linear(512, 512), nn.SiLU(), nn.Linear(512, 512)).cuda().bfloat16()
     x = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)

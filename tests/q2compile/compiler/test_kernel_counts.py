@@ -207,7 +207,7 @@ _CALL = re.compile(
     r"|^ +(q2_site_\d+)\(",
     re.M,
 )
-_SITE = re.compile(r"^(q2_site_\d+) = (.*)$", re.M)  # one or several q2_CallSite('op', ...)
+_SITE = re.compile(r"^(q2_site_\d+) = (.*)$", re.M)  # one or several q2_Call('op', ...)
 _GEMM = re.compile(r"= torch\.ops\.q2\.gemm\.default\(.*'(\S+)', '(\S+)', ")
 
 
@@ -216,7 +216,7 @@ def calls(source: str, capability: int) -> Counter[str]:
     GEMMs. And its inputs: in backward the tensors that were saved, and the gradients."""
     body = source[source.index("def call(") :]
     ops = {
-        site: [f"q2.{op}" for op in re.findall(r"q2_CallSite\('(\w+)'", made)]
+        site: [f"q2.{op}" for op in re.findall(r"q2_Call\('(\w+)'", made)]
         for site, made in _SITE.findall(source)
     }
     found: Counter[str] = Counter()

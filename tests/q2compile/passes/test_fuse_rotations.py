@@ -19,7 +19,6 @@ from q2compile.graph.node_meta import MAY_FUSE, PAIR, READS_THE_SAME
 from q2compile.lowering.prologue import fusion_rule
 from q2compile.passes.post_grad import fuse_rotations
 from q2compile.passes.post_grad.fuse_rotations import fuse_rotations_pass, fusion_notes
-from q2compile.runtime_kernels.cuda.fused_call_site import FusedCallSite
 from q2compile.runtime_kernels.cuda.quantize import fused
 from tests.support import quantizer_calls as calls
 from tests.support.emulation.inductor import INDUCTOR_OPTIONS, emulate, serve_as_on
@@ -44,7 +43,6 @@ def step(monkeypatch, dump, **options) -> list[str]:
     """The sources of a step's graphs on an H200; nothing of ours is run, and Triton's are stubs."""
     sources = emulate(monkeypatch, 90)
     serve_as_on(monkeypatch, 90)
-    monkeypatch.setattr(FusedCallSite, "enqueue", lambda site, given: None)
     torch._dynamo.reset()
     options = {"dump": str(dump), **options}
     with inductor_config.patch(INDUCTOR_OPTIONS):

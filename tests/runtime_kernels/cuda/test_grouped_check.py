@@ -14,7 +14,7 @@ import torch._inductor.config as inductor_config
 from torch import nn
 
 from q2compile.runtime_kernels.cuda import call_site, checks
-from q2compile.runtime_kernels.cuda.call_site import CallSite, GroupedCallSite
+from q2compile.runtime_kernels.cuda.call_site import CallSite
 from q2compile.runtime_kernels.cuda.calls import MOST_OPERANDS
 from q2compile.runtime_kernels.cuda.checked_cases import BOTH, REQUANTIZED, ROWWISE
 from q2compile.runtime_kernels.cuda.gemm.operands import operand_forms
@@ -50,11 +50,10 @@ def groups(monkeypatch, capability) -> Iterator[list[Group]]:
     """The groups in code generated for a GPU of this compute capability, which launches in the
     emulation."""
     found: list[Group] = []
-    calls = {site: site.enqueue for site in (CallSite, GroupedCallSite)}
+    enqueue = CallSite.enqueue
     emulate(monkeypatch, capability)
     serve_as_on(monkeypatch, capability)
-    for site, call in calls.items():
-        monkeypatch.setattr(site, "enqueue", call)
+    monkeypatch.setattr(CallSite, "enqueue", enqueue)
     launches_on_cpu(monkeypatch, "sm_90a" if capability == 90 else "sm_100a")
     monkeypatch.setattr(call_site, "rejection", lambda group, device: found.append(group))
     with inductor_config.patch(INDUCTOR_OPTIONS):

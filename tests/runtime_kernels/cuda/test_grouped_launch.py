@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from q2compile.runtime_kernels.cuda import dequantize
-from q2compile.runtime_kernels.cuda.call_site import CallSite, GroupedCallSite
+from q2compile.runtime_kernels.cuda.call_site import CallSite, SiteCall
 from q2compile.runtime_kernels.cuda.calls import MOST_OPERANDS, BoundCall, tensors_of
 from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.runtime_kernels.cuda.quantize import grouped_launch, quantizers
@@ -280,9 +280,9 @@ def test_more_sides_than_a_launch_has(emulated) -> None:
         run([both(EDEN)] * (MOST_OPERANDS // 2 + 1))
 
 
-def site_of(call: QuantizerCall, outputs: int) -> CallSite:
+def site_call(call: QuantizerCall, outputs: int) -> SiteCall:
     args, keywords = call.written()
-    return CallSite(call.spec.name, args, (1,) * outputs, fixed=True, **keywords)
+    return SiteCall(call.spec.name, args, (1,) * outputs, **keywords)
 
 
 class OnGpu:
@@ -291,11 +291,12 @@ class OnGpu:
 
     def __init__(self, rows: int, scheme: str = EDEN + SWIZZLED) -> None:
         self.scheme, self.rows = scheme, rows
-        sites = (
-            site_of(calls.both(..., ..., ..., scheme, "rht128"), 6),
-            site_of(calls.again(..., ..., ..., ..., RTN, scheme, "rht128", 200, 1), 3),
+        made = (
+            site_call(calls.both(..., ..., ..., scheme, "rht128"), 6),
+            site_call(calls.again(..., ..., ..., ..., RTN, scheme, "rht128", 200, 1), 3),
         )
-        self.site = GroupedCallSite(sites, (((0, 2), (1, 2)), ((0, 5), 0)), (...,), fixed=True)
+        products = ((0, 2), (1, 2)), ((0, 5), 0)
+        self.site = CallSite(*made, fixed=True, products=products, others=(...,))
         self.given = [t.cuda() for t in self.fresh(0)]
         self.buffers = [torch.zeros_like(t).cuda() for t in self.want()]
 

@@ -19,7 +19,7 @@ import torch
 import torch._inductor.config as inductor_config
 from torch import nn
 
-from q2compile.runtime_kernels.cuda.call_site import CallSite, GroupedCallSite, View
+from q2compile.runtime_kernels.cuda.call_site import CallSite, SiteCall, View
 from q2compile.runtime_kernels.cuda.jit import limits, nvrtc
 from q2compile.runtime_kernels.cuda.quantize import plan
 from q2compile.runtime_kernels.ops.table import SPLIT_SCALES
@@ -40,7 +40,7 @@ pytestmark = [
 ]
 ROWS, INNER, OUTER = 144, 96, 160
 EDEN, SEEDS = "nvfp4_ms_eden_pow2@32x4x4", torch.tensor([11, 12])
-ENQUEUE = {call: call.enqueue for call in (CallSite, GroupedCallSite)}
+ENQUEUE = CallSite.enqueue
 
 
 class Checked:
@@ -55,32 +55,25 @@ class Checked:
         self.schemes: set[str] = set()
 
     def site(self, site: CallSite, given: Sequence[Any]) -> None:
-        want = self._reference(site, given)
-        ENQUEUE[CallSite](site, given)
-        made = [result for result, wanted in zip(want, site.wanted, strict=True) if wanted]
-        self._compare(given[len(site.open) :], made)
-
-    def grouped(self, call: GroupedCallSite, given: Sequence[Any]) -> None:
-        first, others = call.beginnings, call.beginnings[-1]
-        spans = zip(call.sites, first, first[1:], strict=False)
-        want = [self._reference(site, given[begin:end]) for site, begin, end in spans]
-        ENQUEUE[GroupedCallSite](call, given)
+        places, others = zip(site.calls, site.beginnings, strict=False), site.beginnings[-1]
+        want = [self._reference(call, given[at:]) for call, at in places]
+        ENQUEUE(site, given)
         made = [
             result
-            for site, results in zip(call.sites, want, strict=True)
-            for result, wanted in zip(results, site.wanted, strict=True)
+            for call, results in zip(site.calls, want, strict=True)
+            for result, wanted in zip(results, call.wanted, strict=True)
             if wanted
         ]
-        for (i, own), other in call._products:
+        for (i, own), other in site._products:
             if isinstance(other, int):
-                view, factor = call._others[other], given[others + other]
+                view, factor = site._others[other], given[others + other]
                 factor = view.of(factor) if isinstance(view, View) else factor
             else:
                 factor = want[other[0]][other[1]]
             made.append(want[i][own] * factor)
-        self._compare(given[others + len(call._others) :], made)
+        self._compare(given[others + len(site._others) :], made)
 
-    def _reference(self, site: CallSite, given: Sequence[Any]) -> Sequence[torch.Tensor]:
+    def _reference(self, site: SiteCall, given: Sequence[Any]) -> Sequence[torch.Tensor]:
         args = site.arguments(given)
         names = dict(zip((name for name, _ in parameters(site.op)), args, strict=True))
         # The outputs of Triton kernels, which are only stubs here.
@@ -108,7 +101,6 @@ def checked(monkeypatch, capability) -> Iterator[Checked]:
     check = Checked(emulate(monkeypatch, 10 * capability[0] + capability[1]))
     serve_as_on(monkeypatch, 10 * capability[0] + capability[1])
     monkeypatch.setattr(CallSite, "enqueue", lambda site, given: check.site(site, given))
-    monkeypatch.setattr(GroupedCallSite, "enqueue", lambda call, given: check.grouped(call, given))
     ptx.serve(monkeypatch, architecture)
     pretend_device(monkeypatch, 1024 * limits.SHARED_KIB.get(capability, 100), multiprocessors=1)
     shape = plan.thread_shape

@@ -15,7 +15,7 @@ import torch._inductor.config as inductor_config
 from q2compile.lowering.prologue import fusion_rule
 from q2compile.passes.post_grad.concatenate_last import concatenate_last_pass
 from q2compile.passes.post_grad.fuse_rotations import fuse_rotations_pass, fusion_notes
-from q2compile.runtime_kernels.cuda.fused_call_site import FusedCallSite
+from q2compile.runtime_kernels.cuda.call_site import CallSite
 from q2compile.runtime_kernels.cuda.jit import limits, nvrtc
 from q2compile.runtime_kernels.cuda.quantize.prologue_expression import PrologueExpression
 from q2compile.runtime_kernels.cuda.quantize.prologue_source import FILE, cuda_source, layout
@@ -65,7 +65,7 @@ def run_fused(
 
     always: fuse without asking the rule.  how: settings of Inductor.
     """
-    call = FusedCallSite.enqueue
+    call = CallSite.enqueue
     sources = emulate(monkeypatch, capability)
     serve_as_on(monkeypatch, capability)
     architecture = "sm_90a" if capability == 90 else f"sm_{capability}f"
@@ -76,9 +76,10 @@ def run_fused(
     calls: list[tuple[PrologueExpression, tuple]] = []
     notes: list[str] = []
 
-    def recorded(site: FusedCallSite, given: tuple) -> None:
-        calls.append((site._prologue, tuple(given)))
-        call(site, given)
+    def recorded(site: CallSite, given: tuple) -> None:
+        if site._prologue is not None:
+            calls.append((site._prologue, tuple(given)))
+            call(site, given)
 
     def marked(graph: torch.fx.Graph) -> None:
         concatenate_last_pass(graph)
@@ -86,7 +87,7 @@ def run_fused(
         nonlocal notes
         notes = fusion_notes(graph)
 
-    monkeypatch.setattr(FusedCallSite, "enqueue", recorded)
+    monkeypatch.setattr(CallSite, "enqueue", recorded)
     torch._dynamo.reset()
     settings = {**INDUCTOR_OPTIONS, "post_grad_custom_pre_pass": marked, **how}
     with inductor_config.patch(settings), patched():

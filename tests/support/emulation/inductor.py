@@ -32,7 +32,7 @@ from q2compile.runtime_kernels.cuda import (
     to_e4m3,
     transpose,
 )
-from q2compile.runtime_kernels.cuda.call_site import CallSite, GroupedCallSite
+from q2compile.runtime_kernels.cuda.call_site import CallSite
 from q2compile.runtime_kernels.cuda.gemm import (
     cublaslt_fp4,
     cuda_bf16,
@@ -185,8 +185,7 @@ def serve_as_on(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
     KNOWN.choices.clear()
     monkeypatch.setattr(choice.Kernel, "why_not", why_not)
     monkeypatch.setattr(Launch, "warm_up", lambda launch, index: None)
-    for site in (CallSite, GroupedCallSite):
-        monkeypatch.setattr(site, "enqueue", lambda site, given: None)
+    monkeypatch.setattr(CallSite, "enqueue", lambda site, given: None)
     monkeypatch.setattr(cublaslt_fp4, "ready", lambda product: None)
     gemms = (cublaslt_fp4, cuda_bf16, triton_fp4, grouped_bf16, grouped_mm, grouped_triton_fp4)
     for module in (
