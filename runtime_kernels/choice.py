@@ -69,10 +69,6 @@ class Kernel:
         device = device_of(args)
         if self.device_type not in (None, device.type):
             return f"it runs on {self.device_type}, the operands are on {device.type}"
-        return self.unavailable(args, graph)
-
-    def unavailable(self, args: Sequence, graph: InGraph | None = None) -> str | None:
-        """None if this kernel runs with arguments on its device type; otherwise why not."""
         if self.is_generated and graph is None:
             return "it is a part of graphs that Inductor compiles"
         failed = KNOWN.calls if assumed_capability() is None else {}

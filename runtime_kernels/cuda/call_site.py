@@ -172,7 +172,9 @@ class CallSite:
             return False
         if self._prologue is not None and not all(aligned(given[i]) for i in self._loaded):
             return False
-        if self._alone and rejection(self._group(args), tensors_of(args[0])[0].device) is not None:
+        inputs = list(given[: self.beginnings[0]])
+        device = (inputs or tensors_of(args[0]))[0].device
+        if self._alone and rejection(self._group(args), device) is not None:
             return False
         end = self.beginnings[-1]
         behind = end + len(self._others)
@@ -182,8 +184,6 @@ class CallSite:
             pairs = zip(choices, args, strict=True)
             laid_out = [choice.launching.in_layout(a) for choice, a in pairs]
         operands = [t for a in laid_out for t in tensors_of(a)]
-        inputs = list(given[: self.beginnings[0]])
-        device = (inputs or operands)[0].device
         try:
             launched = self._bind(choices, laid_out, None, device.index)
             launched([*inputs, *operands, *others, *given[behind:]])

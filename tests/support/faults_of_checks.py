@@ -121,9 +121,23 @@ OF_CHECKS = (
     fault(
         "a rejected group is launched as one",
         f"{_CUDA}/call_site.py",
-        "rejection(group, device) is not None",
-        "rejection(group, device) is ...",
+        "rejection(self._group(args), device) is not None",
+        "rejection(self._group(args), device) is ...",
         f"{_CUDA}/test_grouped_check.py",
+    ),
+    fault(
+        "a choice holds after its kernel was rejected",
+        "runtime_kernels/registry.py",
+        "    KNOWN.calls[kind_of_call(kernel, args)] = reason\n    KNOWN.choices.clear()\n",
+        "    KNOWN.calls[kind_of_call(kernel, args)] = reason\n",
+        "runtime_kernels/test_choice.py",
+    ),
+    fault(
+        "a choice holds whose check is awaited",
+        "runtime_kernels/choice.py",
+        "        if not AWAITED.get():\n",
+        "        if True:\n",
+        "runtime_kernels/test_choice.py",
     ),
     fault(
         "doctor checks no grouped launch of a backward",

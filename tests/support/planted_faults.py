@@ -128,7 +128,7 @@ FAULTS = (
     ),
     fault(
         "the reference serves ahead of kernels",
-        "runtime_kernels/registry.py",
+        "runtime_kernels/choice.py",
         "KERNELS[op].insert(0, added)",
         "KERNELS[op].append(added)",
         "runtime_kernels/test_kernel_faults.py",

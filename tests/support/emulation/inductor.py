@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -173,14 +173,14 @@ def serve_as_on(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
 
     def why_not(kernel: choice.Kernel, *args: Any, graph: Any = None) -> str | None:
         if kernel.device_type in (None, "cuda"):
-            return kernel.unavailable(args, graph)
+            return ask(replace(kernel, device_type=None), *args, graph=graph)
         return "not of CUDA"
 
-    def run_on_cpu(chosen: choice.Choice, args: tuple) -> Any:
-        found = (k for k in choice.kernels(chosen.kernel.op) if k.device_type in (None, "cpu"))
-        return run(choice.Choice(next(k for k in found if k.unavailable(args) is None), {}), args)
+    def run_on_cpu(chosen: choice.Choice, args: tuple, failed: tuple = ()) -> Any:
+        own = next(k for k in choice.kernels(chosen.kernel.op) if ask(k, *args) is None)
+        return run(choice.Choice(own, {}), args, failed)
 
-    run = registry._run
+    run, ask = registry._run, choice.Kernel.why_not
     monkeypatch.setattr(registry, "_run", run_on_cpu)
     KNOWN.choices.clear()
     monkeypatch.setattr(choice.Kernel, "why_not", why_not)
