@@ -119,8 +119,8 @@ def _names_a_weight(module: nn.Module) -> bool:
 def _values_of(
     name: str, names: Collection[str], function: FunctionType, module: nn.Module
 ) -> Iterator[Any]:
-    """What a name in a function called by a forward may mean: an attribute of the module, a
-    variable of the function, or a function of a Python module that it names, too."""
+    """The values that a name in a function called by a forward may have: an attribute of the
+    module, a variable of the function, or a function of a Python module that is named beside it."""
     yield getattr(type(module), name, None)
     yield vars(module).get(name)
     found = function.__globals__.get(name)
