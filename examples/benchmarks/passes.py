@@ -147,5 +147,9 @@ BENCHMARKS = {
 }
 
 
-if __name__ == "__main__":
+def main() -> None:
     run("passes", __doc__, BENCHMARKS)
+
+
+if __name__ == "__main__":
+    main()
