@@ -18,7 +18,7 @@ from q2compile.runtime_kernels.kernel_states import (
     why_disabled,
 )
 
-MOST_KINDS = 4096  # of calls, for a program whose shapes never repeat
+MOST_KINDS = 4096  # Calls that are remembered. The shapes of a program may never repeat.
 
 
 def nothing(*args) -> None:
@@ -26,7 +26,7 @@ def nothing(*args) -> None:
 
 
 class InGraph(NamedTuple):
-    """What else decides about a call that Inductor lowers.
+    """Further facts, which decide about a call that Inductor lowers.
 
     is_computed: the first operand is an expression, with which a generated kernel could be fused.
     prologue: that expression, if a CUDA kernel could compute it (cuda/quantize/fused.py).

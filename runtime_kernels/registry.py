@@ -104,7 +104,7 @@ def define(schema: str, *, fake: Callable, tags: Sequence[torch.Tag] = ()) -> No
     def call(*args, **kwargs):
         given = bound(name, args, kwargs)
         with _without_autocast(device_of(given).type), _checked_at_once():
-            return _run(choose(name, given), given)
+            return run_chosen(choose(name, given), given)
 
     def call_fake(*args, **kwargs):
         made = fake(*bound(name, args, kwargs))
@@ -169,7 +169,7 @@ def call_op(op: str, args: Sequence) -> Any:
     return getattr(torch.ops.q2, op).default(*positional, **keywords)
 
 
-def _run(choice: Choice, args: tuple, failed: Sequence[Kernel] = ()):
+def run_chosen(choice: Choice, args: tuple, failed: Sequence[Kernel] = ()):
     """The result of the kernel that was chosen, or of the first one after it that does not fail.
 
     When none can, what the first one raised: the fault is the caller's then, or the device's.
@@ -187,7 +187,7 @@ def _run(choice: Choice, args: tuple, failed: Sequence[Kernel] = ()):
         failed = (*failed, kernel)
         others = [each for each in kernels(kernel.op) if each not in failed]
         try:
-            result = _run(first_of(others, args), args, failed)
+            result = run_chosen(first_of(others, args), args, failed)
         except Exception:
             raise error  # noqa: B904  the errors of the others are its context
         reject(kernel, args, error)

@@ -2,8 +2,8 @@
 """Quantizers as Inductor kernels, so that they fuse with the producer of their operand. May import
 what lowering may.
 
-quantize.py       the step of the lowering
-support.py        supported calls, and which of them use this instead of a CUDA kernel
+quantize.py       what emits the quantizer
+rows.py           supported calls, and which of them use this instead of a CUDA kernel
 selfcheck.py      the first use on a machine: a small graph, compared with the reference
 rounding.py       rounding rules in Inductor's `ops`; nvfp4.py, mxfp4.py those of each format
 blocks.py         a matrix in blocks

@@ -41,6 +41,7 @@ from q2compile.lowering.launches import (
     unwrapped,
 )
 from q2compile.lowering.member import Member, OpCall
+from q2compile.lowering.prologue import fusion_rule  # noqa: F401  registers kernel "fused"
 from q2compile.lowering.prologue.expressions import CannotFuse, Prologue, pointwise, prologue_of
 from q2compile.lowering.state import lowering_state
 from q2compile.runtime_kernels.choice import InGraph, choose

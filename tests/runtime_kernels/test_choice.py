@@ -4,6 +4,8 @@ choice holds."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -87,3 +89,15 @@ def test_sizes_that_are_symbols_have_no_kind(candidate) -> None:
         for _ in range(2):
             assert choose("gemm", (codes, *ARGS[1:])).name == "broken"
     assert len(asked) == 2
+
+
+def test_a_process_that_compiles_has_the_generated_kernels() -> None:
+    """In a process of its own, since tests import more than lowerings do."""
+    code = (
+        "from q2compile import lowering; lowering.register()\n"
+        "from q2compile.runtime_kernels.choice import KERNELS\n"
+        "print([k.name for k in KERNELS['quantize']], KERNELS['amax'][0].name)"
+    )
+    command = [sys.executable, "-c", code]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert found == "['fused', 'inductor', 'cuda', 'cpp', 'reference'] inductor\n"

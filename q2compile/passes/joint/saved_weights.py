@@ -14,7 +14,7 @@ from q2compile.torch_internals.memory import estimated_peak
 
 
 @dataclass(frozen=True)
-class Choice:
+class SavedChoice:
     """Whether the codes of a graph's weights are saved, and why."""
 
     saved: bool
@@ -27,7 +27,7 @@ def choose_saved(
     names: Collection[str],
     parameters: Collection[int],
     whole: bool,
-) -> Choice:
+) -> SavedChoice:
     """Whether to save the codes of all weights, decided from the graphs of a step that recomputes
     them.
 
@@ -58,4 +58,4 @@ def choose_saved(
     saved = more <= max(WORTH_TIME * peak, SMALL if whole else 0)
     verb, part = "raises" if saved else "would raise", "" if whole else "this part of "
     raised = f"{more / peak:.1%}, {more / 2**20:.1f} MiB"
-    return Choice(saved, f"saving all codes {verb} the peak of {part}the step by {raised}")
+    return SavedChoice(saved, f"saving all codes {verb} the peak of {part}the step by {raised}")

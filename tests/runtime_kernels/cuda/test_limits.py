@@ -246,7 +246,7 @@ def test_a_reference_that_serves_a_gpu_is_said_once_with_the_reasons(monkeypatch
 
     def run(args):
         KNOWN.choices.clear()
-        return registry._run(registry.choose("grouped_mm", args), args)
+        return registry.run_chosen(registry.choose("grouped_mm", args), args)
 
     args = torch.ones(4, 8), torch.ones(2, 8, 8), torch.tensor([2, 4], dtype=torch.int32)
     want = reference.function(*args)

@@ -180,8 +180,8 @@ def serve_as_on(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
         own = next(k for k in choice.kernels(chosen.kernel.op) if ask(k, *args) is None)
         return run(choice.Choice(own, {}), args, failed)
 
-    run, ask = registry._run, choice.Kernel.why_not
-    monkeypatch.setattr(registry, "_run", run_on_cpu)
+    run, ask = registry.run_chosen, choice.Kernel.why_not
+    monkeypatch.setattr(registry, "run_chosen", run_on_cpu)
     KNOWN.choices.clear()
     monkeypatch.setattr(choice.Kernel, "why_not", why_not)
     monkeypatch.setattr(Launch, "warm_up", lambda launch, index: None)
