@@ -26,7 +26,7 @@ from q2compile.runtime_kernels.cuda.calls import (
     bound_once,
     tensors_of,
 )
-from q2compile.runtime_kernels.cuda.quantize.grouped_check import Group, checked_as, rejection
+from q2compile.runtime_kernels.cuda.quantize.grouped_check import Group, in_group, rejection
 from q2compile.runtime_kernels.cuda.quantize.grouped_launch import ScaleProduct, grouped_plan
 from q2compile.runtime_kernels.registry import bound, call_op, kernels_own, reject, serving
 
@@ -229,7 +229,7 @@ class GroupedCallSite(JointCallSite):
     def _is_rejected(self, args: Sequence[Any]) -> bool:
         """Whether the self-check of this group failed. It is asked for at the first call."""
         if not self._is_checked:
-            calls = tuple(checked_as(site.op, a) for site, a in zip(self.sites, args, strict=True))
+            calls = tuple(in_group(site.op, a) for site, a in zip(self.sites, args, strict=True))
             group = Group(calls, self._products, len(self._others))
             device = tensors_of(args[0])[0].device
             self._is_checked, self._separate = True, rejection(group, device) is not None
