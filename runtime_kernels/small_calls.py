@@ -68,7 +68,7 @@ _OUTPUTS = {
 
 
 class Form(NamedTuple):
-    """What kernels see of a call.
+    """The arguments of a call as kernels see them.
 
     args: in the order of the op's schema. A dtype stands for a tensor. For the number of columns of
         q2::dequantize: whether these are all, None if that is not known.

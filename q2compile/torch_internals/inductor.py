@@ -157,7 +157,7 @@ def compile_by_itself(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., An
 
 
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
-    """By which Inductor has graphs traced."""
+    """The decompositions of the graphs that Inductor compiles."""
     from torch._inductor.decomposition import select_decomp_table
 
     return select_decomp_table()

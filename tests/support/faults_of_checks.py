@@ -127,10 +127,10 @@ OF_CHECKS = (
     ),
     fault(
         "doctor checks no grouped launch of a backward",
-        f"{_CUDA}/quantize/groups_of_recipes.py",
-        "            yield _group([dy, other, other], products)\n",
-        "            yield _group([other, other], products[:1])\n",
-        f"{_CUDA}/test_grouped_check.py",
+        "q2compile/tools/kernel_rows.py",
+        "for graph in layer_graphs(recipe, tuple(GEMMS), grouped, bias, **how)[0]:",
+        "for graph in layer_graphs(recipe, tuple(GEMMS), grouped, bias, **how)[0][:1]:",
+        "q2compile/tools/test_kernel_rows.py",
     ),
     # ---- the first large launch of a GEMM ----
     fault(

@@ -18,7 +18,6 @@ from q2compile.runtime_kernels.cuda.quantize import plan, quantizers
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SCHEMES, SWIZZLED, get_scheme
 from q2compile.runtime_kernels.ops.table import QuantizerCall, QuantizerVariant, rowwise_call
 from q2compile.runtime_kernels.registry import REFERENCE, select
-from q2compile.runtime_kernels.small_calls import Form
 from q2compile.tools import cli
 from tests.support import quantizer_calls as made
 from tests.support.checked_forms import CHECKED, COLUMNWISE, INDUCTOR_CHECKED, form, products
@@ -360,15 +359,10 @@ OPS = {
 
 
 def disagreement(of: str | QuantizerVariant, scheme: str) -> str | None:
-    device = torch.device("cuda", 0)
     every = products(of, scheme) if of in ("gemm", "grouped_gemm") else [form(of, scheme)]
-    found = (selfcheck.disagreement(OPS[of], device, each) for each in every if _has_kernel(each))
+    served = [each for each in every if of == "gemm" or each.args[-1] != torch.float32]
+    found = (selfcheck.disagreement(OPS[of], torch.device("cuda", 0), each) for each in served)
     return next(filter(None, found), None)
-
-
-def _has_kernel(each: Form) -> bool:
-    """Whether cuda_bf16 serves it: grouped products in bf16 alone."""
-    return each.op != "grouped_gemm" or each.named["dtype"] == torch.bfloat16
 
 
 CASES = [(of, scheme) for of in OPS for scheme in CHECKED[of]]
