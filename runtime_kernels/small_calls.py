@@ -109,26 +109,40 @@ class Form(NamedTuple):
 
 def form_of(op: str, args: Sequence[Any], aligned: bool = True) -> Form:
     """The form of a call. args: all arguments, in the order of the op's schema; tensors among them
-    may be fake, or of Inductor."""
-    named = dict(zip((name for name, _ in parameters(op)), args, strict=True))
-    return Form(op, tuple(_seen(op, name, named) for name in named), aligned)
+    may be fake, or of Inductor. Each call that is not compiled asks, so this must be fast."""
+    seen = [
+        arg if type(arg) in _PLAIN else arg.dtype if isinstance(arg, torch.Tensor) else ...
+        for arg in args
+    ]
+    for i, name in _not_as_given(op):
+        if name == "cols":
+            is_whole = args[i] == 2 * args[0].shape[1]
+            known = statically_known_true(is_whole), statically_known_true(torch.sym_not(is_whole))
+            seen[i] = known[0] if any(known) else None
+        elif name == "recorded":
+            seen[i] = False
+        elif name in ("rows", "rng_offset"):
+            seen[i] = int(op == REQUANTIZE)
+        else:
+            seen[i] = stands_for(args[i])
+    return Form(op, tuple(seen), aligned)
 
 
-def _seen(op: str, name: str, named: dict[str, Any]) -> Any:
-    arg = named[name]
-    if name == "cols":
-        is_whole = arg == 2 * named["codes"].shape[1]
-        known = statically_known_true(is_whole), statically_known_true(torch.sym_not(is_whole))
-        return known[0] if any(known) else None
-    if name in ("rows", "rng_offset"):
-        return int(op == REQUANTIZE)
-    if name == "recorded":
-        return False
-    if name.endswith("scheme") and (op in _READ_CODES or name == "source_scheme"):
-        return stands_for(arg)
-    if arg is None or isinstance(arg, bool | int | float | str | torch.dtype):
-        return arg
-    return arg.dtype if isinstance(arg, torch.Tensor) else ...
+_PLAIN = {type(None), bool, int, float, str, torch.dtype}
+
+
+@functools.cache
+def _not_as_given(op: str) -> tuple[tuple[int, str], ...]:
+    """Arguments that are not a part of the form as they are: their places and names."""
+    names = ["cols", "rows", "rng_offset", "recorded", "source_scheme"]
+    names += ["scheme", "a_scheme", "b_scheme"] * (op in _READ_CODES)
+    return tuple((i, name) for i, (name, _) in enumerate(parameters(op)) if name in names)
+
+
+@functools.cache
+def places_of_schemes(op: str) -> tuple[int, ...]:
+    """The arguments of an op that are schemes."""
+    return tuple(i for i, (name, _) in enumerate(parameters(op)) if name.endswith("scheme"))
 
 
 @functools.cache

@@ -37,6 +37,7 @@ from q2compile.runtime_kernels.small_calls import (
     Form,
     form_of,
     outputs_of,
+    places_of_schemes,
     small_calls,
 )
 
@@ -53,14 +54,14 @@ def rejection(op: str, name: str, args: Sequence[Any], aligned: bool = True) -> 
     Raises:
         LaunchError: the kernel is still to be checked, and a CUDA graph is being captured.
     """
-    form, device = form_of(op, args, aligned), device_of(args)
-    schemes = (arg for key, arg in form.named.items() if key.endswith("scheme"))
-    wrong = next((scheme for scheme in schemes if get_scheme(scheme).is_tensorwise), None)
-    if wrong is not None:
-        return f"it reads and writes FP4; PyTorch's own operations serve {wrong}"
+    for place in places_of_schemes(op):
+        if get_scheme(args[place]).is_tensorwise:
+            return f"it reads and writes FP4; PyTorch's own operations serve {args[place]}"
     if assumed_capability():
         return None
-    return unsupported(device.index) or checks.rejection(request_of(name, device, form))
+    device = device_of(args)
+    request = request_of(name, device, form_of(op, args, aligned))
+    return unsupported(device.index) or checks.rejection(request)
 
 
 def request_of(name: str, device: torch.device, form: Form) -> Request:

@@ -351,11 +351,8 @@ def test_first_use_inside_a_capture_says_what_to_do() -> None:
 
 
 # Ops whose kernels every GPU has (gemm_masked_unrotate's needs fp4 tensor cores), and their names.
-OPS = {
-    of: "cuda_bf16" if of in ("gemm", "grouped_gemm") else "cuda"
-    for of in CHECKED
-    if of != "gemm_masked_unrotate"
-}
+OPS = dict.fromkeys((of for of in CHECKED if of != "gemm_masked_unrotate"), "cuda")
+OPS |= dict.fromkeys(("gemm", "grouped_gemm"), "cuda_bf16")
 
 
 def disagreement(of: str | QuantizerVariant, scheme: str) -> str | None:
