@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Self-checks: each CUDA kernel on small operands, compared with the torch reference on the CPU.
+"""Self-checks: a kernel on small calls like the one that asks for it (small_calls.py), compared
+with the torch reference on the CPU.
 
 Quantizing kernels must give the reference's bits. GEMMs must give its values up to the rounding of
-the result, for every dtype of result and bias. `q2compile doctor` runs them, and so does the first
-use of a kernel on a machine: a kernel that differs is rejected there (checks.py).
+the result. `q2compile doctor` runs them, and so does the first use of a kernel on a machine: a
+kernel that differs is rejected there (checks.py).
 
 A check changes no state of the caller: modes, default device and dtype, autocast, random state.
 None can run inside a CUDA graph capture.
