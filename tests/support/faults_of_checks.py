@@ -25,6 +25,13 @@ OF_CHECKS = (
         f"{_CUDA}/test_first_launch.py",
     ),
     fault(
+        "rows of a small call are always aligned",
+        "runtime_kernels/small_calls.py",
+        "width = _WIDTH if form.aligned else _UNALIGNED",
+        "width = _WIDTH",
+        "runtime_kernels/test_small_calls.py",
+    ),
+    fault(
         "results of another driver count",
         f"{_CUDA}/check_results.py",
         "*named(device), *versions(), sources)",
