@@ -51,7 +51,7 @@ _ENDS = (3, 140, 140, 180)
 # Ops that read codes: of their schemes only format, blocks, form, and the kind of the global scale
 # count. These schemes draw no random numbers, and each stands for all that are like it.
 _READ_CODES = (DEQUANTIZE, TO_E4M3, TRANSPOSE, GEMM, GEMM_MASKED_UNROTATE, GROUPED_GEMM)
-_STAND_FOR = ("nvfp4_46_pow2", "nvfp4_46", "nvfp4_16x16_pow2", "nvfp4_16x16")
+_STAND_FOR: tuple[str, ...] = ("nvfp4_46_pow2", "nvfp4_46", "nvfp4_16x16_pow2", "nvfp4_16x16")
 _STAND_FOR += ("mxfp4_rtn", "mxfp4_rtn34", "mxfp4_rceil_32x32")
 
 PRODUCTS = (GEMM, GEMM_MASKED_UNROTATE, GROUPED_GEMM, GROUPED_MM)
@@ -215,8 +215,8 @@ def arguments(form: Form, rows: int = ROWS[0], width: int = _WIDTH) -> tuple:
     if form.op == TO_E4M3:
         return codes, scales, global_scale, of["scheme"]
     columns = _WIDTH if of["cols"] is False else 2 * codes.shape[1]
-    global_scale = None if of["global_scale"] is None else global_scale
-    return codes, scales, global_scale, of["scheme"], columns, of["dtype"]
+    factor = None if of["global_scale"] is None else global_scale
+    return codes, scales, factor, of["scheme"], columns, of["dtype"]
 
 
 def _of_quantizer(form: Form, rows: int) -> tuple:
@@ -260,6 +260,8 @@ def _of_product(form: Form, rows: int, width: int) -> tuple:
             "wgrad": ((40, contracted), (48, contracted)),
         }[of["gemm"]]
         made["offs"] = offs[of["gemm"] == "wgrad"]
+    a: tuple
+    b: tuple
     a, b = (_quantized(name, *shape) for name, shape in zip(schemes, shapes, strict=True))
     if of["b_global"] is None:
         a, b = (a[0], a[1], a[2] * b[2]), (b[0], b[1], None)
