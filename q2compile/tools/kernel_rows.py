@@ -57,7 +57,8 @@ class KernelRow:
 
     def ask(self) -> None:
         """Fills in the state: rejected if one of its forms is, unsupported if all are."""
-        start, reasons, self.reason = time.perf_counter(), [], ""
+        reasons: list[Any] = []
+        start, self.reason = time.perf_counter(), ""
         for request in self.requests:
             try:
                 reasons.append(checks.rejection(request))
@@ -133,7 +134,7 @@ def device_rows(device: torch.device) -> list[KernelRow]:
         for recipe, (grouped, bias, fuses) in product(map(resolve, RECIPES), _LAYERS):
             if all(getattr(recipe, gemm) is None for gemm in GEMMS):
                 continue  # torch's own
-            how = {"device": device, "decompositions": decompositions(), "fuses": fuses}
+            how: Any = {"device": device, "decompositions": decompositions(), "fuses": fuses}
             for graph in layer_graphs(recipe, tuple(GEMMS), grouped, bias, **how)[0]:
                 lower(graph)
     return sorted(map(row_of, asked.values()), key=lambda row: (row.op, row.kernel))
