@@ -27,7 +27,7 @@ from q2compile.lowering.state import lowering_state
 from q2compile.runtime_kernels.choice import choose
 from q2compile.runtime_kernels.cuda.calls import OperandLayout, is_in_layout
 from q2compile.runtime_kernels.cuda.quantize import grouped_launch
-from q2compile.runtime_kernels.cuda.quantize.grouped_check import Group, checked_as, rejection
+from q2compile.runtime_kernels.cuda.quantize.grouped_check import Group, in_group, rejection
 from q2compile.runtime_kernels.cuda.quantize.grouping import can_share
 from q2compile.runtime_kernels.ops.table import SPLIT_SCALES
 from q2compile.runtime_kernels.registry import as_written, bound, call_op, parameters
@@ -139,7 +139,7 @@ def _layouts_of(name: str, args: Sequence[Any]) -> dict[int, OperandLayout]:
 @_once_a_kind
 def _checked_as(name: str, args: Sequence[Any]) -> Any:
     """How the self-check of a group describes a call."""
-    return checked_as(name, fakes(args))
+    return in_group(name, fakes(args))
 
 
 def _checked_group(members: Sequence[Member], products: Sequence[AlphaProduct]) -> Group:

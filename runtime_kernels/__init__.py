@@ -7,6 +7,7 @@ registry.py   ops, the kernels behind them, and what happens when one fails
 numerics/     formats, layouts, rotations and rounding rules, in torch alone: the semantics of all
               kernels
 ops/          one op per file: schema, fake and reference
+small_calls.py  the form of a call, and small calls of it by which a kernel is checked
 cpu/          kernels in C++ for CPUs
 cuda/         CUDA kernels and GEMMs behind some of the ops
 """

@@ -98,9 +98,13 @@ MAY_IMPORT = {
     "runtime_kernels.ops": [*CHOOSING, "runtime_kernels.numerics", "runtime_kernels.registry"],
     "runtime_kernels.cache_folder": [],
     "runtime_kernels.cpu": [*CHOOSING, "runtime_kernels.cache_folder", "runtime_kernels.numerics"]
-    + ["runtime_kernels.ops", "runtime_kernels.registry", "torch_internals.cpp_compiler"],
+    + ["runtime_kernels.ops", "runtime_kernels.registry"]
+    + ["runtime_kernels.cuda.checks", "runtime_kernels.cuda.selfcheck"]
+    + ["runtime_kernels.small_calls", "torch_internals.cpp_compiler"],
     "runtime_kernels.cuda": [*CHOOSING, "runtime_kernels.cache_folder", "runtime_kernels.numerics"]
-    + ["runtime_kernels.ops", "runtime_kernels.registry"],
+    + ["runtime_kernels.ops", "runtime_kernels.registry", "runtime_kernels.small_calls"],
+    "runtime_kernels.small_calls": [*CHOOSING, "runtime_kernels.numerics", "runtime_kernels.ops"]
+    + ["runtime_kernels.registry"],
     "runtime_kernels.cuda.jit": ["runtime_kernels.cache_folder", "runtime_kernels.kernel_states"],
 }
 # Torch's private modules that are imported outside of torch_internals/:
@@ -121,7 +125,6 @@ PRIVATE_IMPORTS = {
         ("q2compile", "torch.utils._pytree"),
     ],
     "runtime_kernels imports nothing of the rest": [
-        ("runtime_kernels/cpu/selfcheck.py", "torch.utils._python_dispatch"),
         ("runtime_kernels/cuda", "torch.utils._python_dispatch"),
         ("runtime_kernels/cuda/selfcheck.py", "torch._subclasses.fake_tensor"),
     ],

@@ -24,12 +24,11 @@ from q2compile.runtime_kernels.cuda import checks
 from q2compile.runtime_kernels.cuda.check_results import Request
 from q2compile.runtime_kernels.cuda.selfcheck import apart, difference_of_bits
 from q2compile.runtime_kernels.kernel_states import why_disabled
-from q2compile.runtime_kernels.ops.table import QuantizerCall
+from q2compile.runtime_kernels.ops.table import QUANTIZE, QuantizerCall, rowwise_call
 from q2compile.runtime_kernels.registry import INDUCTOR
+from q2compile.runtime_kernels.small_calls import Form, arguments, form_of
 from q2compile.torch_internals.inductor import compile_by_itself
 from q2compile.torch_internals.patches import patched
-
-_SHAPE = (130, 264)
 
 
 def rejection(device: torch.device, call: QuantizerCall) -> str | None:
@@ -41,17 +40,11 @@ def rejection(device: torch.device, call: QuantizerCall) -> str | None:
 
 
 def request_of(device: torch.device, call: QuantizerCall) -> Request:
-    """The self-check of the Inductor kernel of such a call."""
-    how = call.scheme.name, call.transform.name, call.variant
-    args = {name: arg if _is_plain(arg) else None for name, arg in call.args.items()}
-    check = call.spec.name, INDUCTOR, device, *how
+    """The self-check of the Inductor kernel of such a call, which only its scheme selects."""
+    plain = rowwise_call(call.scheme.name, ..., amax=... if call.scheme.takes_amax else None)
+    form = form_of(QUANTIZE, plain.positional)
     sources = (str(Path(__file__).parents[1]),)
-    return Request(check, __name__, (device, call.replace(**args)), sources)
-
-
-def _is_plain(arg: object) -> bool:
-    """Whether an argument is not a tensor, nor a placeholder for one."""
-    return arg is None or isinstance(arg, bool | int | float | str | torch.dtype)
+    return Request((QUANTIZE, INDUCTOR, device, form), __name__, (device, form), sources)
 
 
 def needs_check(device: torch.device) -> bool:
@@ -59,14 +52,14 @@ def needs_check(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def compiling(device: torch.device, call: QuantizerCall) -> list[Future]:
+def compiling(device: torch.device, form: Form) -> list[Future]:
     """No threads: Inductor compiles in the check."""
     return []
 
 
-def disagreement(device: torch.device, call: QuantizerCall) -> str | None:
+def disagreement(device: torch.device, form: Form) -> str | None:
     """Compiles the Inductor kernel of such a call for a device and runs it. None if it agrees with
-    the reference, otherwise how it differs. call: its tensors are ignored.
+    the reference, otherwise how it differs.
 
     Raises:
         Exception: whatever Inductor, Triton or the driver raises.
@@ -74,17 +67,16 @@ def disagreement(device: torch.device, call: QuantizerCall) -> str | None:
     register()
     settings = copy_context()  # the caller's, of Inductor
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(settings.run, _disagreement, device, call).result()
+        return pool.submit(settings.run, _disagreement, device, form).result()
 
 
-def _disagreement(device: torch.device, call: QuantizerCall) -> str | None:
+def _disagreement(device: torch.device, form: Form) -> str | None:
     with apart(device):
-        generator = torch.Generator("cpu").manual_seed(1)
-        x = torch.randn(_SHAPE, generator=generator, dtype=torch.float32).bfloat16()
+        x, call = arguments(form)[0], form.call
         amax = (x / 2).abs().amax().float() if call.scheme.takes_amax else None
 
         def function(x: torch.Tensor, amax: torch.Tensor | None) -> list:
-            return call.replace(x=x / 2, amax=amax, recorded=False)()
+            return call.replace(x=x / 2, amax=amax)()
 
         want = function(x, amax)
         inputs = [None if a is None else a.to(device) for a in (x, amax)]

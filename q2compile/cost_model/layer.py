@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -102,18 +103,38 @@ def traced(
 ) -> list[TracedGraph]:
     """The forward of a layer, and its backward if one is wanted, after the passes of training or
     of inference. cached: the codes of w are an input."""
+    with assumed_gpu(_HOPPER if emulated else _BLACKWELL):
+        graphs, known = layer_graphs(recipe, gemms, grouped, bias, cached)
+        return [TracedGraph(m.graph, _roles(m.graph, known), _fused(m.graph)) for m in graphs]
+
+
+def layer_graphs(
+    recipe: Recipe,
+    gemms: tuple[str, ...],
+    grouped: bool,
+    bias: bool,
+    cached: bool = False,
+    *,
+    device: torch.device = _GPU,
+    decompositions: Mapping[Any, Callable] | None = None,
+    fuses: bool = False,
+) -> tuple[list[fx.GraphModule], dict[str, str]]:
+    """These graphs, and the roles of their nodes by name. fuses: x and dy are computed in them."""
     wanted = PassConditions(recipe.random_forward, False, False, fuse_rotations=False)
-    gpu = assumed_gpu(_HOPPER if emulated else _BLACKWELL)
-    with gpu, compiling_apart(), torch.inference_mode(False):
-        joint, known = _joint(recipe, gemms, grouped, bias, cached and recipe.fprop is not None)
-        graphs = [joint]
-        if len(gemms) > 1:
+    with compiling_apart(), torch.inference_mode(False):
+        joint, known = _joint(
+            *(recipe, gemms, grouped, bias, cached and recipe.fprop is not None),
+            *(device, decompositions, torch.relu if fuses else lambda x: x),
+        )
+        if len(gemms) == 1:
+            graphs = [joint]
+        else:
             _run_passes("joint", joint.graph, wanted)
             known |= {node.name: role for node, role in _roles(joint.graph, known).items()}
             graphs = [*MinCut()(joint, [], num_fwd_outputs=1)]
         for module in graphs:
             _run_passes("post_grad", module.graph, wanted)
-        return [TracedGraph(m.graph, _roles(m.graph, known), _fused(m.graph)) for m in graphs]
+    return graphs, known
 
 
 def _fused(graph: fx.Graph) -> set[fx.Node]:
@@ -129,7 +150,14 @@ def _fused(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _joint(
-    recipe: Recipe, gemms: tuple[str, ...], grouped: bool, bias: bool, cached: bool
+    recipe: Recipe,
+    gemms: tuple[str, ...],
+    grouped: bool,
+    bias: bool,
+    cached: bool,
+    device: torch.device,
+    decompositions: Mapping[Any, Callable] | None,
+    computed: Callable[[Any], Any],
 ) -> tuple[fx.GraphModule, dict[str, str]]:
     """Forward and backward in one graph, as AOTAutograd makes it, and the roles of its inputs."""
     function: Any = GroupedLinearFunction if grouped else LinearFunction
@@ -137,19 +165,21 @@ def _joint(
     is_trained, experts = len(gemms) > 1, _EXPERTS if grouped else 1
 
     def joint(x: Any, w: Any, third: Any, dy: Any, *codes: Any) -> list[torch.Tensor]:
-        y = function.forward(ctx, x, w, third, recipe, 0, *codes)
-        grads = function.backward(ctx, dy) if is_trained else ()
+        y = function.forward(ctx, computed(x), w, third, recipe, 0, *codes)
+        grads = function.backward(ctx, computed(dy)) if is_trained else ()
         return [y, *(grad for grad in grads if grad is not None)]
 
     with FakeTensorMode(), torch.no_grad():
         shapes = (_T, _K), (experts * _N, _K), (_T, _N), (_N,)
-        x, w, dy, third = (torch.empty(s, device=_GPU, dtype=torch.bfloat16) for s in shapes)
+        x, w, dy, third = (torch.empty(s, device=device, dtype=torch.bfloat16) for s in shapes)
         if grouped:
-            third = torch.empty(experts, device=_GPU, dtype=torch.int32)
+            third = torch.empty(experts, device=device, dtype=torch.int32)
         both = is_trained and recipe.transposes_codes and not grouped
         fprop = recipe.fprop if cached else None
         codes = quantize_weight(w, str(fprop.b), w.dtype, both) if fprop else []
-        module = make_fx(joint)(x, w, third if grouped or bias else None, dy, *codes)
+        module = make_fx(joint, decompositions)(
+            x, w, third if grouped or bias else None, dy, *codes
+        )
     known: dict[str, str] = {}
     roles = ("x", "w", "bias or ends", "dy", *("w" for _ in codes))
     for i, (role, node) in enumerate(

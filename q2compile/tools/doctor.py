@@ -6,10 +6,10 @@
     q2compile doctor --sweep
     q2compile doctor --clear-cache
 
-The self-check runs every kernel that serves the device, and the Inductor kernels of quantizers, on
-small tiles. It compares results with the torch reference on the CPU: quantizers bit by bit, GEMMs
-on a GPU to the rounding of the result. Every check runs anew. Those of a GPU run in a process of
-their own with a time limit, and their results are kept for training. The exit status is 1 when a
+Layers of each published recipe are traced, and every kernel that they run on the device is checked
+on small calls. Results are compared with the torch reference on the CPU: quantizers bit by bit,
+GEMMs on a GPU to the rounding of the result. Every check runs anew. Those of a GPU run in a process
+of their own with a time limit, and their results are kept for training. The exit status is 1 when a
 kernel is rejected. With --recheck only the kernels that are rejected so far are checked; what is
 not on the list, such as a large GEMM, is checked before its next use. With --sweep only GEMMs are
 checked, at counts of rows from 1 to 4096: a kernel may be wrong at a single one.

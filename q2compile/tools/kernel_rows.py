@@ -1,41 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels of a device as rows of a report, each with its self-check: of `q2compile doctor` and
-of `q2compile bench`."""
+of `q2compile bench`.
+
+The rows are what the compiler asks for on this device: layers of each published recipe go through
+the passes and Inductor's lowering, which generates no code."""
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 import torch
 
-from q2compile.lowering.inductor_kernels import selfcheck as inductor_selfcheck
-from q2compile.runtime_kernels.choice import Kernel, kernels, ops
+from q2compile import lowering
+from q2compile.cost_model.layer import layer_graphs
+from q2compile.recipes.published import RECIPES
+from q2compile.recipes.recipe import GEMMS
+from q2compile.recipes.resolve import resolve
 from q2compile.runtime_kernels.cuda import checks, selfcheck
-from q2compile.runtime_kernels.cuda.checked_cases import (
-    CASES,
-    FORMS_OF,
-    SWEEP,
-    arguments_of,
-    checked_of,
-    op_of,
-)
-from q2compile.runtime_kernels.cuda.gemm.operands import operand_forms
-from q2compile.runtime_kernels.cuda.jit.launch import unsupported
-from q2compile.runtime_kernels.cuda.quantize import grouped_check
+from q2compile.runtime_kernels.cuda.check_results import Request
 from q2compile.runtime_kernels.cuda.quantize.grouped_check import Group
-from q2compile.runtime_kernels.cuda.quantize.groups_of_recipes import groups_of_recipes
 from q2compile.runtime_kernels.kernel_states import REJECTED, awaited_in, lines_of, state_of
-from q2compile.runtime_kernels.numerics.schemes import SWIZZLED
-from q2compile.runtime_kernels.ops.table import GEMM, QUANTIZE, QuantizerVariant, rowwise_call
-from q2compile.runtime_kernels.registry import GROUPED, INDUCTOR, REFERENCE
+from q2compile.runtime_kernels.ops.table import GEMM
+from q2compile.runtime_kernels.small_calls import Form
+from q2compile.torch_internals.inductor import decompositions, lower
+from q2compile.torch_internals.patches import patched
 
-# The schemes of the recipes' operands for which Inductor kernels are used.
-INDUCTOR_CHECKED: tuple[str, ...] = ("nvfp4_46_pow2", "nvfp4_46", "nvfp4_16x16_pow2")
-INDUCTOR_CHECKED += ("nvfp4_16x16", "mxfp4_rceil_32x32")
+# Counts of rows at which kernels take other paths: `q2compile doctor --sweep`.
+SWEEP = (1, 15, 16, 17, 127, 128, 129, 1000, 2048, 3072, 4096, *range(64, 2048, 128))
 PASSED, SERVES = "passed", "serves"  # beside the three states of kernels that do not run
 
 
@@ -55,7 +49,7 @@ class KernelRow:
     reason: str = ""
     milliseconds: int | None = None
     traceback: list[str] = field(default_factory=list, repr=False)
-    asks: Any = field(default=None, repr=False)  # each: None, or the reason why it does not run
+    requests: Sequence[Request] = field(default=(), repr=False)
 
     @property
     def name(self) -> str:
@@ -63,10 +57,11 @@ class KernelRow:
 
     def ask(self) -> None:
         """Fills in the state: rejected if one of its forms is, unsupported if all are."""
-        start, reasons, self.reason = time.perf_counter(), [], ""
-        for ask in self.asks:
+        reasons: list[Any] = []
+        start, self.reason = time.perf_counter(), ""
+        for request in self.requests:
             try:
-                reasons.append(ask())
+                reasons.append(checks.rejection(request))
             except Exception as error:  # whatever a kernel does, the report goes on
                 self.state, self.reason = REJECTED, f"{type(error).__name__}: {error}"
                 self.traceback = lines_of(error)
@@ -103,11 +98,6 @@ def checked_rows(
 
     check: whether checks run.  announce: called with each row before it waits for its check.
     """
-    with checks.answering(checks.Mode(stored=False, runs=False)):
-        for row in rows:
-            row.ask()
-            if row.state == PASSED:
-                row.state = SERVES
     with checks.answering(checks.Mode(stored=False)) if check else nullcontext():
         serving = [row for row in rows if check and row.state == SERVES]
         with awaited_in({}):
@@ -127,71 +117,49 @@ def rejected_rows(rows: Sequence[KernelRow]) -> list[KernelRow]:
     with checks.answering(checks.Mode(runs=False)):
         for row in rows:
             row.ask()
-    return [row for row in rows if row.state == REJECTED]
+    rejected = [row for row in rows if row.state == REJECTED]
+    return [replace(row, state=SERVES, reason="") for row in rejected]
 
 
-def device_rows(device: torch.device) -> Iterator[KernelRow]:
-    """The rows of all kernels but the references; on a GPU also those of Inductor kernels and of
-    grouped launches."""
-    if device.type == "cuda":
-        yield from inductor_rows(device)
-    grouped = list(group_rows(device)) if device.type == "cuda" else []
-    for op in ops():
-        for kernel in kernels(op):
-            serves = kernel.name != REFERENCE and kernel.device_type in (None, device.type)
-            for of, scheme in checked_of(op) if serves else ():
-                yield kernel_row(kernel, device, of, scheme)
-        yield from (row for row in grouped if row.op == op)
+# Layers of each recipe: of experts or not, with a bias or not, and whether x and dy are computed by
+# what an Inductor kernel may be fused with.
+_LAYERS = (False, True, False), (False, False, True), (True, False, False)
 
 
-def inductor_rows(device: torch.device) -> Iterator[KernelRow]:
-    for scheme in INDUCTOR_CHECKED:
-        yield KernelRow(
-            *(QUANTIZE, INDUCTOR, f"Inductor kernel of {QUANTIZE}", scheme),
-            asks=[partial(inductor_selfcheck.rejection, device, rowwise_call(scheme))],
-        )
+def device_rows(device: torch.device) -> list[KernelRow]:
+    """A row for each self-check that training by a published recipe begins on this device."""
+    lowering.register()
+    asked: dict[tuple, Request] = {}
+    with checks.answering(checks.Mode(stored=False, runs=False)), awaited_in(asked), patched():
+        for recipe, (grouped, bias, fuses) in product(map(resolve, RECIPES), _LAYERS):
+            if all(getattr(recipe, gemm) is None for gemm in GEMMS):
+                continue  # torch's own
+            how: Any = {"device": device, "decompositions": decompositions(), "fuses": fuses}
+            for graph in layer_graphs(recipe, tuple(GEMMS), grouped, bias, **how)[0]:
+                lower(graph)
+    return sorted(map(row_of, asked.values()), key=lambda row: (row.op, row.kernel))
 
 
-def group_rows(device: torch.device) -> Iterator[KernelRow]:
-    """Rows of the grouped and batched launches of the recipes' linears."""
+def row_of(request: Request) -> KernelRow:
+    """The row of a self-check."""
+    op, kernel, _, what, *_ = request.check
+    if isinstance(what, Group):
+        words = dict.fromkeys(_words_of(call) for call in what.calls)
+        labels, schemes = (" + ".join(dict.fromkeys(each)) for each in zip(*words, strict=True))
+        return KernelRow(op, kernel, labels, schemes, requests=[request])
+    return KernelRow(op, kernel, *_words_of(what), requests=[request])
 
-    def ask(group: Group) -> str | None:
-        return unsupported(device.index) or grouped_check.rejection(group, device)
 
-    for group in groups_of_recipes(operand_forms(torch.cuda.get_device_capability(device))):
-        counts = Counter(str(of) for of, _ in group.calls)
-        of = " + ".join(f"{n} {name}" if n > 1 else name for name, n in counts.items())
-        schemes = " + ".join(dict.fromkeys(scheme for _, scheme in group.calls))
-        yield KernelRow(
-            *(op_of(group.calls[0][0]), GROUPED, of, schemes),
-            asks=[partial(ask, group)],
-        )
+def _words_of(form: Form) -> tuple[str, str]:
+    """The op or the variant, and the rest."""
+    return form.label, str(form).removeprefix(form.label).removeprefix(", ")
 
 
 def sweep_rows(device: torch.device) -> Iterator[KernelRow]:
     """The GEMMs of a GPU, over counts of rows. A kernel may be wrong at a single one."""
-    swizzled = operand_forms(torch.cuda.get_device_capability(device))["nvfp4"] == SWIZZLED
-
-    def ask(kernel: Kernel, scheme: str, rows: int) -> str | None:
-        form = torch.bfloat16, None, swizzled, rows
-        return kernel_row(kernel, device, GEMM, scheme).asks[0]() or selfcheck.rejection(
-            GEMM, kernel.name, device.index, scheme, form
-        )
-
-    for kernel in (k for k in kernels(GEMM) if k.device_type == device.type):
-        for of, scheme in checked_of(GEMM):
-            asks = [partial(ask, kernel, scheme, rows) for rows in SWEEP]
-            yield KernelRow(GEMM, kernel.name, f"{of} of {len(SWEEP)} sizes", scheme, asks=asks)
-
-
-def kernel_row(
-    kernel: Kernel, device: torch.device, of: str | QuantizerVariant, scheme: str
-) -> KernelRow:
-    """The rows of a kernel with one scheme; of a GEMM in all its variants."""
-    op = op_of(of)
-    forms = FORMS_OF.get(op, ())
-    calls = [next(CASES[op](scheme, (f,))).arguments for f in forms] or [arguments_of(of, scheme)]
-
-    fakes = [selfcheck.fakes_on(device, arguments) for arguments in calls]
-    asks = [partial(kernel.why_not, *arguments) for arguments in fakes]
-    return KernelRow(op, kernel.name, str(of), scheme, asks=asks)
+    for row in device_rows(device):
+        if row.op == GEMM:
+            _, name, _, form = row.requests[0].check
+            sizes = [selfcheck.request_of(name, device, form._replace(rows=rows)) for rows in SWEEP]
+            row.of, row.requests = f"{row.of} of {len(SWEEP)} sizes", [*row.requests, *sizes]
+            yield row

@@ -156,6 +156,29 @@ def compile_by_itself(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., An
     return compiled
 
 
+def decompositions() -> Mapping[Any, Callable[..., Any]]:
+    """The decompositions of the graphs that Inductor compiles."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table()
+
+
+def lower(gm: fx.GraphModule) -> None:
+    """Lowers a graph after all passes, as a compilation does, and generates no code: lowerings ask
+    which kernels run."""
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.virtualized import V
+
+    for node in gm.graph.find_nodes(op="placeholder"):
+        if "val" not in node.meta:  # an argument that is None
+            gm.graph.erase_node(node)
+    gm.recompile()
+    inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+    lowering = GraphLowering(gm, inputs)
+    with V.set_fake_mode(inputs[0].fake_mode), V.set_graph_handler(lowering):
+        lowering.run(*inputs)
+
+
 PASS_SLOT = "post_grad_custom_pre_pass"
 JOINT_PASS_SLOT = "joint_custom_post_pass"
 

@@ -50,7 +50,7 @@ def _no_dequantize(codes, scales, global_scale, scheme, cols, dtype) -> str | No
         return f"it writes bfloat16, float16 and float32, not {dtype}"
     if not get_scheme(scheme).has_block_scales:
         return "PyTorch's own operations convert codes without block scales"
-    return selfcheck.rejected_of(DEQUANTIZE, scheme)
+    return selfcheck.rejection(DEQUANTIZE, (codes, scales, global_scale, scheme, cols, dtype))
 
 
 @kernel(DEQUANTIZE, CPP, device_type="cpu", unsupported=_no_dequantize)
@@ -71,7 +71,7 @@ def _no_gemm(*args: Any) -> str | None:
     a_scheme, b_scheme = args[7:9]
     if not (get_scheme(a_scheme).has_block_scales and get_scheme(b_scheme).has_block_scales):
         return "operands without block scales need only PyTorch's own matmul"
-    return selfcheck.rejected_of(GEMM, a_scheme)
+    return selfcheck.rejection(GEMM, args)
 
 
 @kernel(GEMM, CPP, device_type="cpu", unsupported=_no_gemm)

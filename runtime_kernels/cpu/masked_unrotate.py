@@ -13,11 +13,12 @@ from q2compile.runtime_kernels.ops.table import MASKED_UNROTATE
 from q2compile.runtime_kernels.registry import CPP, kernel
 
 
-def _unsupported(grad, mask, transform) -> str | None:
-    return selfcheck.rejected_of(MASKED_UNROTATE, transform)
-
-
-@kernel(MASKED_UNROTATE, CPP, device_type="cpu", unsupported=_unsupported)
+@kernel(
+    MASKED_UNROTATE,
+    CPP,
+    device_type="cpu",
+    unsupported=lambda *args: selfcheck.rejection(MASKED_UNROTATE, args),
+)
 def masked_unrotate(grad: torch.Tensor, mask: torch.Tensor, transform: str) -> torch.Tensor:
     """See ops/masked_unrotate.py."""
     rotation = checked_shapes(grad, mask, transform)

@@ -57,7 +57,7 @@ def _unsupported(call: QuantizerCall) -> str | None:
     for reason, holds in UNSUPPORTED.items():
         if holds(call):
             return reason
-    return selfcheck.rejected(call)
+    return selfcheck.rejection(call.spec.name, call.positional)
 
 
 @cache

@@ -30,7 +30,7 @@ from q2compile.runtime_kernels.cuda.calls import (
     tensors_of,
 )
 from q2compile.runtime_kernels.cuda.quantize import fused
-from q2compile.runtime_kernels.cuda.quantize.grouped_check import Group, checked_as, rejection
+from q2compile.runtime_kernels.cuda.quantize.grouped_check import Group, in_group, rejection
 from q2compile.runtime_kernels.cuda.quantize.grouped_launch import ScaleProduct, grouped_plan
 from q2compile.runtime_kernels.cuda.quantize.prologue_expression import PrologueExpression
 from q2compile.runtime_kernels.ops.table import QUANTIZE, QuantizerCall
@@ -212,7 +212,7 @@ class CallSite:
         return [given[0].new_empty((0, prologue.cols), dtype=prologue.dtype), *args[1:]]
 
     def _group(self, args: Sequence[Any]) -> Group:
-        calls = tuple(checked_as(call.op, a) for call, a in zip(self.calls, args, strict=True))
+        calls = tuple(in_group(call.op, a) for call, a in zip(self.calls, args, strict=True))
         return Group(calls, self._products, len(self._others))
 
     def _bind(

@@ -54,12 +54,15 @@ class Request(NamedTuple):
         how the kernel's results differ from the reference's. `compiling` returns the threads that
         compile what that launches.
     sources: folders of the kernel's sources, besides runtime_kernels.
+    here: it takes milliseconds and does no harm, so it runs at once in the process that asks, each
+        time that a process does.
     """
 
     check: Check
     module: str
     arguments: tuple
     sources: tuple[str, ...] = ()
+    here: bool = False
 
     @property
     def label(self) -> str:
@@ -247,7 +250,7 @@ def _path(request: Request) -> Path:
     key = hashlib.sha256()
     sources = _hash(tuple(map(Path, request.sources)))
     for part in (op, name, *what, *named(device), *versions(), sources):
-        key.update(f"{part}\0".encode())
+        key.update(f"{part!r}\0".encode())
     return cache_dir() / f"{op}-{key.hexdigest()[:24]}.checked"
 
 

@@ -33,20 +33,20 @@ import torch
 from q2compile.runtime_kernels.cuda import check_results
 from q2compile.runtime_kernels.cuda.check_child import Checker, Unable
 from q2compile.runtime_kernels.cuda.check_results import Check, Request
-from q2compile.runtime_kernels.cuda.checked_cases import CheckKey
 from q2compile.runtime_kernels.kernel_states import (
     AWAITED,
     KNOWN,
     DeviceLostError,
     LaunchError,
+    NotServedError,
     Result,
     awaited_in,
     lost_text,
     rejected,
     why_disabled,
 )
-from q2compile.runtime_kernels.ops.table import QuantizerVariant
 from q2compile.runtime_kernels.registry import failure_text, kernels_own, warn_of_failure
+from q2compile.runtime_kernels.small_calls import Form
 
 LOG = logging.getLogger("q2compile")
 # Errors that may not occur in the next process, which checks anew.
@@ -88,7 +88,7 @@ class _State:
     listener: Listener = _Logs()
 
 
-_LOCK = threading.Lock()
+_LOCK, _QUICK = threading.Lock(), threading.Lock()
 # The checks that the current code runs in, outermost first: a check must not wait for itself, and
 # the outermost one holds the lock. Threads that a check starts inherit them by their context.
 _INSIDE: ContextVar[tuple[Check, ...]] = ContextVar("q2compile_checks", default=())
@@ -135,11 +135,12 @@ def rejection(request: Request) -> str | None:
     inside = _INSIDE.get()
     if check in inside:
         return None
-    if begun is not None and not inside and _State.mode.runs and not is_known(request):
+    at_once = inside or (request.here and _State.mode.runs)
+    if begun is not None and not at_once and not is_known(request):
         begun[check] = request
         begin(request)
         return None
-    with nullcontext() if inside else _LOCK:
+    with nullcontext() if inside else _QUICK if request.here else _LOCK:
         found = KNOWN.checks.get(check) or _known(request)
         if found is None and not _State.mode.runs:
             return None
@@ -203,6 +204,8 @@ def listen(listener: Listener) -> None:
 
 def _known(request: Request) -> Result | None:
     """The result of an earlier process."""
+    if request.here:
+        return None
     if _State.mode.stored:
         return check_results.found(request, UNENDED)
     check_results.take_unended(request)
@@ -217,7 +220,7 @@ def _checked(request: Request) -> Result:
             "which cannot be done inside a CUDA graph capture: run the model once before "
             "capturing it."
         )
-    if _State.mode.in_child:
+    if _State.mode.in_child and not request.here:
         found = CHECKER.submit(request).result()
         if not isinstance(found, Unable):
             return found
@@ -235,21 +238,26 @@ def run_here(request: Request) -> Result:
     """
     op, name, device, *_ = request.check
     differs: Callable[..., str | None] = importlib.import_module(request.module).disagreement
-    start, lasts, numbers = time.perf_counter(), True, None
+    start, lasts, numbers = time.perf_counter(), not request.here, None
     token = _INSIDE.set((*_INSIDE.get(), request.check))
-    check_results.mark(request)
-    _State.listener.begun(request)
+    if not request.here:
+        check_results.mark(request)
+        _State.listener.begun(request)
     try:
         numbers = reason = differs(*request.arguments)
-        reason = reason and rejected(f"it failed its self-check on this GPU: {reason}")
+        failed = "its self-check failed" if request.here else "it failed its self-check on this GPU"
+        reason = reason and rejected(f"{failed}: {reason}")
         lost = device_error(device)
     except DeviceLostError:
         raise  # of a check inside of this one
     except Exception as error:
+        if request.here and isinstance(error, NotServedError):
+            raise
         lost = device_error(device)
         if lost is None and not kernels_own(error, op, name, device):
             raise
-        reason, lasts = failure_text(error), lost is not None or not isinstance(error, _PASSING)
+        reason = failure_text(error)
+        lasts = lasts and (lost is not None or not isinstance(error, _PASSING))
     finally:
         _INSIDE.reset(token)
         check_results.unmark(request)
@@ -258,7 +266,8 @@ def run_here(request: Request) -> Result:
     result = Result(reason, time.perf_counter() - start, bool(numbers))
     if lasts:
         check_results.store(request, result)
-    _State.listener.ended(request, result)
+    if not request.here:
+        _State.listener.ended(request, result)
     if lost is not None:
         raise DeviceLostError(lost_text(op, name, device, lost)) from lost
     return result
@@ -280,6 +289,6 @@ def _reason(request: Request, result: Result) -> str | None:
     """The reason of a result, of which the user is warned."""
     if result.reason is not None:
         op, name, device, *what = request.check
-        variants = (str(part) for part in what if isinstance(part, QuantizerVariant | CheckKey))
-        warn_of_failure(next(variants, op), name, device, result.reason)
+        labels = (part.label for part in what if isinstance(part, Form))
+        warn_of_failure(next(labels, op), name, device, result.reason)
     return result.reason

@@ -68,7 +68,7 @@ def _unsupported(codes, scales, global_scale, scheme, cols, dtype) -> str | None
         return f"it writes bfloat16, float16 and float32, not {dtype}"
     if get_scheme(scheme).swizzled:
         return "dequantize.cu reads plain scales"
-    return rejection("dequantize", CUDA, codes.device.index, scheme)
+    return rejection("dequantize", CUDA, (codes, scales, global_scale, scheme, cols, dtype))
 
 
 def launches(codes, scheme: str, cols, dtype: torch.dtype) -> Iterator[Launch]:

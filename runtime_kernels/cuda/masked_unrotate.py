@@ -33,7 +33,7 @@ def unrotate_launch(dtype: torch.dtype) -> Launch:
 def _unsupported_unrotate(grad, mask, transform) -> str | None:
     if transform != "h32":
         return f"masked_unrotate.cu has chunks of 32 without signs, not {transform}"
-    return rejection("masked_unrotate", CUDA, grad.device.index, "mxfp4_quest")
+    return rejection("masked_unrotate", CUDA, (grad, mask, transform))
 
 
 @launching(

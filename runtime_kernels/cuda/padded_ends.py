@@ -26,7 +26,7 @@ def padded_ends_launch() -> Launch:
 
 @launching(
     "padded_ends",
-    unsupported=lambda offs: rejection("padded_ends", CUDA, offs.device.index, "nvfp4"),
+    unsupported=lambda offs: rejection("padded_ends", CUDA, (offs,)),
     launches=lambda offs: [padded_ends_launch()],
     layouts={0: OperandLayout.CONTIGUOUS},
 )

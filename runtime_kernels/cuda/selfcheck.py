@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Self-checks: each CUDA kernel on small operands, compared with the torch reference on the CPU.
+"""Self-checks: a kernel on small calls like the one that asks for it (small_calls.py), compared
+with the torch reference on the CPU.
 
 Quantizing kernels must give the reference's bits. GEMMs must give its values up to the rounding of
-the result, for every dtype of result and bias. `q2compile doctor` runs them, and so does the first
-use of a kernel on a machine: a kernel that differs is rejected there (checks.py).
+the result. `q2compile doctor` runs them, and so does the first use of a kernel on a machine: a
+kernel that differs is rejected there (checks.py).
 
 A check changes no state of the caller: modes, default device and dtype, autocast, random state.
 None can run inside a CUDA graph capture.
@@ -12,27 +13,16 @@ None can run inside a CUDA graph capture.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from q2compile.runtime_kernels.choice import kernels
+from q2compile.runtime_kernels.choice import device_of, kernels
 from q2compile.runtime_kernels.cuda import checks
 from q2compile.runtime_kernels.cuda.calls import Launching
 from q2compile.runtime_kernels.cuda.check_results import Request
-from q2compile.runtime_kernels.cuda.checked_cases import (
-    BY_FORMAT,
-    CASES,
-    GEMM_ERROR,
-    OF_FORMAT,
-    RESULTS,
-    CheckKey,
-    Form,
-    GroupedForm,
-    arguments_of,
-    cases_of,
-)
 from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.runtime_kernels.cuda.jit.launch import (
     Launch,
@@ -43,53 +33,50 @@ from q2compile.runtime_kernels.cuda.jit.launch import (
 )
 from q2compile.runtime_kernels.kernel_states import UNSUPPORTED, NotServedError, assumed_capability
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
-from q2compile.runtime_kernels.ops.table import (
-    SPECS,
-    QuantizerCall,
-    QuantizerVariant,
+from q2compile.runtime_kernels.registry import CPP, CUDA, REFERENCE, select
+from q2compile.runtime_kernels.small_calls import (
+    PRODUCTS,
+    Form,
+    form_of,
+    outputs_of,
+    places_of_schemes,
+    small_calls,
 )
-from q2compile.runtime_kernels.registry import CUDA, REFERENCE, select
 
 _MIB = 1 << 20
-# The subject of a check, in addition to op and scheme.
-What = Form | GroupedForm | QuantizerVariant | CheckKey | None
+# Two results that are rounded once each differ by a relative 2^-8 in bf16. What remains is the
+# order of the fp32 sums, and how many bits tensor cores keep on the way to them.
+GEMM_ERROR = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10, torch.float32: 2.0**-10}
 
 
-def rejection(op: str, name: str, index: int, scheme: str, what: What = None) -> str | None:
-    """None if the kernel may be used with a scheme on this CUDA device, otherwise the reason in
-    words. what: the form of a GEMM, grouped or not; the variant of a quantizer and how it is used.
+def rejection(op: str, name: str, args: Sequence[Any], aligned: bool = True) -> str | None:
+    """None if kernel `name` of an op may be used for such a call on a CUDA device, otherwise the
+    reason in words. args: all arguments, which may be fake.  aligned: as in a Form.
 
     Raises:
         LaunchError: the kernel is still to be checked, and a CUDA graph is being captured.
     """
-    if get_scheme(scheme).is_tensorwise:
-        return f"it reads and writes FP4; PyTorch's own operations serve {scheme}"
+    for place in places_of_schemes(op):
+        if get_scheme(args[place]).is_tensorwise:
+            return f"it reads and writes FP4; PyTorch's own operations serve {args[place]}"
     if assumed_capability():
         return None
-    return unsupported(index) or checks.rejection(request_of(op, name, index, scheme, what))
+    device = device_of(args)
+    request = request_of(name, device, form_of(op, args, aligned))
+    return unsupported(device.index) or checks.rejection(request)
 
 
-def compiling(
-    op: str,
-    name: str,
-    device: torch.device,
-    scheme: str,
-    of: Sequence[Form | GroupedForm] | QuantizerVariant | CheckKey | None = None,
-) -> list[Future]:
+def request_of(name: str, device: torch.device, form: Form) -> Request:
+    """The self-check of kernel `name` for calls of this form."""
+    return Request((form.op, name, device, form), __name__, (name, device, form))
+
+
+def compiling(name: str, device: torch.device, form: Form) -> list[Future]:
     """Threads that compile what `disagreement` launches; a GEMM compiles its kernels itself."""
-    if name != CUDA or all(k.launching is None for k in kernels(op) if k.name == CUDA):
+    if name != CUDA or all(k.launching is None for k in kernels(form.op) if k.name == CUDA):
         return []
-    checked = of if isinstance(of, QuantizerVariant | CheckKey) else op
-    return begin_compiling(launches_of(op, cases_of(checked, scheme), device), device.index)
-
-
-def request_of(op: str, name: str, index: int, scheme: str, what: What = None) -> Request:
-    """A self-check of this module."""
-    if op in BY_FORMAT:
-        scheme = OF_FORMAT[get_scheme(scheme).format]
-    device = torch.device("cuda", index)
-    of = (what,) if op in SPECS else ((what,),) if what is not None else ()
-    return Request((op, name, device, scheme, what), __name__, (op, name, device, scheme, *of))
+    cases = (call.args for call in small_calls(form))
+    return begin_compiling(launches_of(form.op, cases, device), device.index)
 
 
 def launches_of(op: str, cases: Iterable[tuple], device: torch.device) -> list[Launch]:
@@ -102,55 +89,36 @@ def launches_of(op: str, cases: Iterable[tuple], device: torch.device) -> list[L
             return [each for args in made for each in launching.launches(*_on(device, args))]
 
 
-def fakes_on(device: torch.device, arguments: tuple) -> list:
-    """The arguments of a case on a device, without values: enough to ask which kernels serve."""
-    with apart(torch.device("cpu")), FakeTensorMode(allow_non_fake_inputs=True):
-        return _on(device, arguments)
-
-
 def begin_compiling(launches: Iterable[Launch], index: int) -> list[Future]:
     """Threads that compile these launches for a device."""
     variants = dict.fromkeys(launch.variant for launch in launches)
     return [nvrtc.begin(variant, architecture(index)) for variant in variants]
 
 
-def disagreement(
-    op: str,
-    name: str,
-    device: torch.device,
-    scheme: str,
-    of: Sequence[Form | GroupedForm] | QuantizerVariant | CheckKey | None = None,
-) -> str | None:
-    """Runs kernel `name` of an op on small inputs of a scheme: None when it agrees with the
-    reference, otherwise how it differs.
-
-    of: the variant of a quantizer; forms of a GEMM, by default all; unsupported ones are left out,
-        unless all are.
+def disagreement(name: str, device: torch.device, form: Form) -> str | None:
+    """Runs kernel `name` of an op on small calls of a form: None when it agrees with the reference,
+    otherwise how it differs. Calls that it does not serve are left out, unless it serves none.
 
     Raises:
-        ValueError: the kernel does not serve this device or scheme.
+        ValueError: the kernel does not serve this device or form.
     """
+    not_served: NotServedError | None = None
+    agreed = False
     with apart(device):
-        if op == "grouped_mm":
-            return _of_gemm(op, name, device, arguments_of(op, scheme))
-        if isinstance(of, QuantizerVariant | CheckKey) or op not in CASES:
-            checked = of if isinstance(of, QuantizerVariant | CheckKey) else op
-            differences = (_bits_of(op, name, device, args) for args in cases_of(checked, scheme))
-            return next(filter(None, differences), None)
-        unsupported_form: ValueError | None = None
-        agreed = False
-        for arguments, words, in_training in CASES[op](scheme, of):
+        for args, words, in_training in small_calls(form):
             try:
                 with on_one_multiprocessor() if in_training else nullcontext():
-                    difference = _of_gemm(op, name, device, arguments)
-            except UnsupportedForm as error:
-                unsupported_form = error
+                    found = _difference(form, name, device, args)
+            except NotServedError as error:
+                if error.state != UNSUPPORTED:
+                    raise
+                not_served = error
                 continue
-            if difference is not None:
-                return f"{difference}, of {words}"
+            if found is not None:
+                return f"{found}, of {words}" if words else found
             agreed = True
-        if unsupported_form is not None and not agreed:
-            raise unsupported_form
+    if not_served is not None and not agreed:
+        raise not_served
     return None
 
 
@@ -182,11 +150,16 @@ def difference_on_any_grid(difference: Callable[[], str | None]) -> str | None:
     return found
 
 
-def _bits_of(op: str, name: str, device: torch.device, arguments: tuple) -> str | None:
-    on_device = _on(device, arguments)
-    function = select(op, on_device, name)
-    want = select(op, arguments, REFERENCE)(*arguments)
-    names = QuantizerCall.of(op, arguments).outputs if op in SPECS else RESULTS[op]
+def _difference(form: Form, name: str, device: torch.device, args: tuple) -> str | None:
+    on_device, names = _on(device, args), outputs_of(form)
+    function = select(form.op, on_device, name)
+    try:
+        want = select(form.op, args, REFERENCE)(*args)
+    except Exception as error:
+        what = f"the reference raises {type(error).__name__}: {error}"
+        raise NotServedError(what, UNSUPPORTED) from error
+    if form.op in PRODUCTS and name != CPP:
+        return _difference_of_products(function, on_device, want)
     if not isinstance(function, Launching):
         return difference_of_bits(function(*on_device), want, names)
     return difference_on_any_grid(
@@ -204,22 +177,10 @@ def difference_of_bits(got, want, names: Sequence[str]) -> str | None:
     return None
 
 
-class UnsupportedForm(ValueError):
-    """A kernel does not support a form of GEMM."""
-
-
-def _of_gemm(op: str, name: str, device: torch.device, arguments: tuple) -> str | None:
-    on_device = _on(device, arguments)
-    try:
-        function = select(op, on_device, name)
-    except NotServedError as error:
-        if error.state != UNSUPPORTED:
-            raise
-        raise UnsupportedForm(*error.args) from error
-    if reuses_memory(device):
+def _difference_of_products(function: Callable, on_device: list, want: torch.Tensor) -> str | None:
+    if reuses_memory(on_device[0].device):
         leave_nans()
     got = function(*on_device).cpu().float()
-    want = select(op, arguments, REFERENCE)(*arguments)
     off = (got - want.float()).norm() / want.float().norm()
     return None if off <= GEMM_ERROR[want.dtype] else f"relative error {off:.1e}"
 

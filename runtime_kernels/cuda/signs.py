@@ -25,7 +25,7 @@ def signs_launch() -> Launch:
 
 @launching(
     "signs",
-    unsupported=lambda seed, transform: rejection("signs", CUDA, seed.device.index, "nvfp4"),
+    unsupported=lambda *args: rejection("signs", CUDA, args),
     launches=lambda seed, transform: [signs_launch()],
 )
 def signs(seed: torch.Tensor, transform: str) -> LaunchPlan:

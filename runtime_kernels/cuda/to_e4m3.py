@@ -38,9 +38,7 @@ def _launches(scheme: str) -> tuple[Launch, Launch]:
 
 @launching(
     "to_e4m3",
-    unsupported=lambda codes, scales, global_scale, scheme: rejection(
-        "to_e4m3", CUDA, codes.device.index, scheme
-    ),
+    unsupported=lambda *args: rejection("to_e4m3", CUDA, args),
     launches=lambda codes, scales, global_scale, scheme: _launches(scheme),
     layouts={0: OperandLayout.ALIGNED, 1: OperandLayout.ALIGNED},
 )

@@ -31,9 +31,7 @@ def transpose_launch(side: int, swizzled: bool) -> Launch:
 
 @launching(
     "transpose",
-    unsupported=lambda codes, scales, scheme, rows, swizzled=False: rejection(
-        "transpose", CUDA, codes.device.index, scheme
-    ),
+    unsupported=lambda *args: rejection("transpose", CUDA, args),
     launches=lambda codes, scales, scheme, rows, swizzled=False: [
         transpose_launch(checked_transpose(scheme).width, swizzled)
     ],

@@ -24,9 +24,10 @@ from q2compile.config import CONFIG_FILE_VARIABLE, Config, resolved_policy
 from q2compile.errors import StageError
 from q2compile.runtime_kernels import cache_folder, registry
 from q2compile.runtime_kernels.cache_folder import cache_dir, read_whole
-from q2compile.runtime_kernels.cuda import checked_cases, selfcheck
+from q2compile.runtime_kernels.cuda import selfcheck
 from q2compile.runtime_kernels.cuda.jit import limits, nvrtc
 from q2compile.runtime_kernels.registry import KernelWarning
+from q2compile.runtime_kernels.small_calls import form_of
 from tests.support import forked, quantizer_calls
 from tests.support.warned import texts
 
@@ -120,9 +121,8 @@ def test_a_kernel_is_checked_once(gpu, monkeypatch, capability, wrong):
     assert served == {"cuda" if wrong is None else "reference"}
     cost = "Another runs in its place: a torch reference takes 10 to 30 times as long."
     assert [cost in said for said in texts(caught, KernelWarning)] == [True] * bool(wrong)
-    variant = checked_cases.COLUMNWISE._replace(rowwise=True, columnwise=False)
-    what = "nvfp4_ms_eden_pow2", variant
-    assert checks == [("quantize", "cuda", torch.device("cuda", 0), *what)]
+    (what,) = checks
+    assert what == ("cuda", torch.device("cuda", 0), form_of("quantize", arguments))
 
 
 def test_a_gpu_without_nvrtc_runs_the_reference_and_says_what_to_install(gpu, monkeypatch):
@@ -273,7 +273,7 @@ def meet(*arguments):  # neither finds the other's file
 nvrtc.compile_variant = meet
 import hashlib
 from tests.support import quantizer_calls
-from q2compile.runtime_kernels.cuda import checked_cases
+from q2compile.runtime_kernels.cuda import selfcheck
 print(hashlib.sha256(nvrtc.cubin(variant, "sm_90a")).hexdigest())
 """
 

@@ -25,6 +25,7 @@ from q2compile.runtime_kernels.cuda.quantize.prologue_source import bytes_read
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.ops.table import QUANTIZE
 from q2compile.runtime_kernels.registry import KernelWarning
+from q2compile.runtime_kernels.small_calls import form_of
 from tests.support import emulation, quantizer_calls
 from tests.support import quantizer_calls as calls
 from tests.support.emulation.fused import Fused, made_by, run_fused
@@ -401,6 +402,9 @@ def test_a_launch_that_fails_is_replaced_once_and_for_all(monkeypatch) -> None:
     assert len(tried) == 1
 
 
+BOTH = calls.both(None, ..., ..., EDEN, "rht128")
+
+
 @pytest.mark.parametrize(
     "operands, dtype", [(1, torch.bfloat16), (2, torch.bfloat16), (1, torch.float32)]
 )
@@ -409,8 +413,7 @@ def test_the_self_check_finds_a_kernel_that_computes_otherwise(
 ) -> None:
     launches_on_cpu(monkeypatch, "sm_90a")
     monkeypatch.setattr(fused, "apart", lambda device: nullcontext())
-    _, keywords = calls.both(None, ..., ..., EDEN, "rht128").written()
-    check = torch.device("cpu"), keywords, operands, dtype
+    check = torch.device("cpu"), form_of("quantize", BOTH.positional), operands, dtype
     assert fused.disagreement(*check) is None
     prologue = fused.representative(operands, dtype=dtype)
     assert prologue.dtype == dtype
@@ -443,6 +446,5 @@ def test_the_self_check_has_thread_blocks_with_several_tiles(monkeypatch) -> Non
         return bytes_.view(dtype).view(size)
 
     monkeypatch.setattr("q2compile.runtime_kernels.cuda.calls.empty", poisoned)
-    _, keywords = calls.both(None, ..., ..., EDEN, "rht128").written()
-    found = fused.disagreement(torch.device("cpu"), keywords, 1)
+    found = fused.disagreement(torch.device("cpu"), form_of("quantize", BOTH.positional), 1)
     assert found is not None and found.endswith("with several tiles for each thread block")

@@ -11,11 +11,11 @@ from torch._inductor.utils import run_and_get_code
 
 from q2compile.lowering.inductor_kernels import selfcheck
 from q2compile.runtime_kernels import registry
-from q2compile.runtime_kernels.cuda import check_results, checks
-from q2compile.runtime_kernels.kernel_states import awaited_in
+from q2compile.runtime_kernels.cuda import check_results
 from q2compile.runtime_kernels.ops.table import rowwise_call
 from q2compile.runtime_kernels.registry import KernelWarning
 from q2compile.tools import doctor, kernel_rows
+from tests.support.checked_forms import INDUCTOR_CHECKED
 from tests.support.emulation.inductor import lower_on_cpu
 from tests.support.new_process import forget_checks
 from tests.support.warned import texts
@@ -70,7 +70,7 @@ def test_in_the_midst_of_a_compilation(monkeypatch) -> None:
         want = quantized(x)
     assert all(map(torch.equal, got, want))
     assert "torch.ops.q2.quantize.default(" not in code
-    assert [(check[0], check[1].variant, found) for check, found in run] == [
+    assert [(check[0], check[1].call.variant, found) for check, found in run] == [
         (CPU, CALL.variant, None)
     ]
 
@@ -161,28 +161,17 @@ def test_that_they_differ_is_known_to_the_next_process(monkeypatch) -> None:
     assert len(run) == 1
 
 
-def test_doctor_begins_what_it_asks_for(monkeypatch) -> None:
-    """In the order in which it prints: a check that was not begun waits for all others."""
-    begun: list[str] = []
-    monkeypatch.setattr(
-        checks, "begin", lambda request: begun.append(request.arguments[1].scheme.name)
-    )
-    with awaited_in({}):
-        for row in kernel_rows.inductor_rows(torch.device("cuda", 0)):
-            row.ask()
-    assert begun == list(kernel_rows.INDUCTOR_CHECKED)
-
-
 def test_doctor_checks_them_too(monkeypatch, capsys) -> None:
     answers = {"nvfp4_46": "1 of 9 codes differ"}
     monkeypatch.setattr(
-        selfcheck, "disagreement", lambda device, call: answers.get(call.scheme.name)
+        selfcheck, "disagreement", lambda device, form: answers.get(form.call.scheme.name)
     )
-    rows = list(kernel_rows.inductor_rows(CPU))
+    asked = (selfcheck.request_of(CPU, rowwise_call(scheme)) for scheme in INDUCTOR_CHECKED)
+    rows = list(map(kernel_rows.row_of, asked))
     with pytest.warns(KernelWarning):
         print(*doctor.kernel_lines(rows, True, True), sep="\n")
     _, *lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(rows) == len(kernel_rows.INDUCTOR_CHECKED)
+    assert len(lines) == len(rows) == len(INDUCTOR_CHECKED)
     assert sum(" passed (" in line for line in lines) == len(lines) - 1
     (line,) = [line for line in lines if "FAULT" in line]
     assert "nvfp4_46 " in line and "FAULT, rejected: it failed its self-check" in line

@@ -8,9 +8,10 @@ from q2compile.compiler.post_grad_passes import PostGradPasses
 from q2compile.config import Config
 from q2compile.report.report import RunReport
 from q2compile.runtime_kernels import registry
-from q2compile.runtime_kernels.cuda import checked_cases, selfcheck
+from q2compile.runtime_kernels.cuda import selfcheck
 from q2compile.runtime_kernels.kernel_states import DISABLED, VARIABLE, NotServedError, disable
 from q2compile.runtime_kernels.registry import KernelWarning
+from tests.support.checked_forms import arguments_of
 from tests.support.pretended_gpu import on_gpu
 from tests.support.small_model import Mlp, quantized
 from tests.support.warned import texts
@@ -46,7 +47,7 @@ def test_a_disabled_kernel_serves_nothing(candidate, monkeypatch, names, by, rec
     who = VARIABLE if by == "environment" else "option disable_kernels"
     assert RunReport().notes == [f"kernel {names[0]!r} is disabled by {who}"]
     with pytest.raises(NotServedError, match=f"disabled by {who}") as said:
-        registry.select("gemm", checked_cases.arguments_of("gemm", "nvfp4_46_pow2"), "broken")
+        registry.select("gemm", arguments_of("gemm", "nvfp4_46_pow2"), "broken")
     assert said.value.state == DISABLED
 
 

@@ -12,15 +12,22 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from q2compile.report.report import RunReport
-from q2compile.runtime_kernels import registry
+from q2compile.runtime_kernels import registry, small_calls
 from q2compile.runtime_kernels.choice import Kernel
-from q2compile.runtime_kernels.cuda import checked_cases, selfcheck
-from q2compile.runtime_kernels.cuda.checked_cases import COLUMNWISE, op_of
+from q2compile.runtime_kernels.cuda import selfcheck
 from q2compile.runtime_kernels.cuda.jit import launch, nvrtc
 from q2compile.runtime_kernels.kernel_states import KNOWN
 from q2compile.runtime_kernels.numerics.layout import pack_bits, unpack_bits
-from q2compile.runtime_kernels.ops.table import QuantizerVariant
 from q2compile.runtime_kernels.registry import CPP, REFERENCE, SCALED_MM, KernelWarning
+from tests.support.checked_forms import (
+    CHECKED,
+    COLUMNWISE,
+    arguments_of,
+    checked_of,
+    form,
+    op_of,
+    products,
+)
 from tests.support.pretended_gpu import on_gpu
 from tests.support.small_model import Mlp, quantized
 from tests.support.warned import texts
@@ -41,7 +48,7 @@ ERRORS = (
 
 
 def gemm_arguments(scheme="nvfp4_46_pow2"):
-    return checked_cases.arguments_of("gemm", scheme)
+    return arguments_of("gemm", scheme)
 
 
 def run(op, args):
@@ -234,7 +241,7 @@ def test_a_kernel_that_raises_in_its_self_check_is_refused(gpu, monkeypatch, err
 
     monkeypatch.setattr(selfcheck, "disagreement", disagreement)
     with pytest.warns(KernelWarning) as caught:
-        for of, (scheme, *_) in checked_cases.CHECKED.items():
+        for of, (scheme, *_) in CHECKED.items():
             op, args = op_of(of), on_gpu(of, scheme)
             assert [registry.choose(op, args).name for _ in range(2)] == [REFERENCE] * 2
             for kernel in of_gpus(op):
@@ -250,25 +257,23 @@ def test_an_unknown_gpu_runs_the_nearest_kernels_and_gemms_in_bf16(gpu, monkeypa
     """After their self-checks, and none of the references."""
     gpu(capability)
     monkeypatch.setattr(selfcheck, "disagreement", lambda *what: None)
-    for of, schemes in checked_cases.CHECKED.items():
-        for scheme in schemes:
-            op = op_of(of)
-            served = registry.choose(op, on_gpu(of, scheme)).name
-            want = {"gemm_masked_unrotate": REFERENCE}  # which calls the two ops
-            want |= dict.fromkeys(("gemm", "grouped_gemm"), "cuda_bf16")
-            assert served == want.get(op, "cuda"), (op, scheme)
+    for of, scheme in checked_of():
+        op = op_of(of)
+        served = registry.choose(op, on_gpu(of, scheme)).name
+        want = {"gemm_masked_unrotate": REFERENCE}  # which calls the two ops
+        want |= dict.fromkeys(("gemm", "grouped_gemm"), "cuda_bf16")
+        assert served == want.get(op, "cuda"), (op, scheme)
 
 
 @pytest.mark.parametrize("capability", [(5, 0), (7, 5)])
 def test_a_gpu_too_old_runs_the_references_and_every_kernel_says_why(gpu, capability):
     gpu(capability)
     with pytest.warns(RuntimeWarning, match="none of its CUDA kernels runs on cuda:0") as said:
-        for of, schemes in checked_cases.CHECKED.items():
-            for scheme in schemes:
-                op, args = op_of(of), on_gpu(of, scheme)
-                assert registry.choose(op, args).name == REFERENCE
-                for kernel in of_gpus(op):
-                    assert kernel.why_not(*args)
+        for of, scheme in checked_of():
+            op, args = op_of(of), on_gpu(of, scheme)
+            assert registry.choose(op, args).name == REFERENCE
+            for kernel in of_gpus(op):
+                assert kernel.why_not(*args)
     assert len(texts(said, RuntimeWarning)) == 1
 
 
@@ -337,36 +342,42 @@ FAULTS = {
 }
 
 
+def disagreement(op: str, scheme: str, name: str = "broken") -> str | None:
+    """That of the first form of a product which has one."""
+    found = (selfcheck.disagreement(name, ON_CPU, each) for each in products(op, scheme))
+    return next(filter(None, found), None)
+
+
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("scheme", checked_cases.CHECKED["gemm"])
+@pytest.mark.parametrize("scheme", CHECKED["gemm"])
 def test_a_gemm_that_is_wrong_in_one_way_is_found(candidate, fault, scheme):
     if fault == "no alpha":  # which is one for a product of one scheme of mxfp4, not of the other
-        assert "mxfp4_rtn34" in checked_cases._OF_GEMM["mxfp4"]
+        assert any("mxfp4_rtn34" in each.args for each in products("gemm", "mxfp4_rtn"))
     candidate("gemm", None, function=functools.partial(product, of=fault))
-    found = selfcheck.disagreement("gemm", "broken", ON_CPU, scheme)
+    found = disagreement("gemm", scheme)
     assert found is not None and "relative error" in found
 
 
 def test_a_gemm_that_is_right_in_every_way_agrees(candidate):
-    """Also one that does not support some forms, as cuda_bf16 does not support swizzled scales."""
+    """Also one that does not support some small calls of a form."""
     reference = registry.select("gemm", gemm_arguments(), REFERENCE)
     for unsupported in (
         lambda *args: None,
-        lambda *args: "plain scales" if args[7].endswith("@32x4x4") else None,
+        lambda *args: "few rows" if len(args[0]) == 1 else None,
     ):
         candidate("gemm", None, "right", function=reference, unsupported=unsupported)
-        for scheme in checked_cases.CHECKED["gemm"]:
-            assert selfcheck.disagreement("gemm", "right", ON_CPU, scheme) is None
+        for scheme in CHECKED["gemm"]:
+            assert disagreement("gemm", scheme, "right") is None
+    candidate("gemm", None, "none", function=reference, unsupported=lambda *args: "plain scales")
+    with pytest.raises(ValueError, match="plain scales"):
+        disagreement("gemm", "nvfp4_46_pow2", "none")
 
 
-def test_alpha_is_not_one_and_all_forms_are_there():
+def test_alpha_is_not_one():
     for scheme in ("nvfp4_46_pow2", "nvfp4_46", "mxfp4_rtn34"):
-        args = checked_cases.arguments_of("gemm", scheme)
+        args = arguments_of("gemm", scheme)
         assert args[2] * args[5] != 1
-    types = torch.bfloat16, torch.float16, torch.float32
-    asked = {(dtype, bias) for dtype, bias, _ in checked_cases.FORMS}
-    assert asked == {(dtype, bias) for dtype in types for bias in (None, dtype)}
-    assert checked_cases.ROWS == (130, 1)
+    assert small_calls.ROWS == (130, 1)
 
 
 GROUPED_FAULTS = {
@@ -384,15 +395,13 @@ def tail(asked) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("fault", GROUPED_FAULTS)
-@pytest.mark.parametrize("scheme", checked_cases.CHECKED["grouped_gemm"])
+@pytest.mark.parametrize("scheme", CHECKED["grouped_gemm"])
 def test_a_grouped_gemm_that_is_wrong_in_one_way_is_found(candidate, fault, scheme):
     reference = registry.kernels("grouped_gemm")[-1].function
     wrong = GROUPED_FAULTS[fault]
     candidate("grouped_gemm", None, function=lambda *a: wrong(reference(*a).float(), a).to(a[10]))
-    found = selfcheck.disagreement("grouped_gemm", "broken", ON_CPU, scheme)
+    found = disagreement("grouped_gemm", scheme)
     assert found is not None and "relative error" in found
-    forms = [(g, t) for g in GEMMS for t in (torch.bfloat16, torch.float32)]
-    assert list(checked_cases.GROUPED_FORMS) == forms
 
 
 UNROTATED_FAULTS = {
@@ -411,18 +420,18 @@ UNROTATED_FAULTS = {
 
 
 @pytest.mark.parametrize("fault", UNROTATED_FAULTS)
-@pytest.mark.parametrize("scheme", checked_cases.CHECKED["gemm_masked_unrotate"])
+@pytest.mark.parametrize("scheme", CHECKED["gemm_masked_unrotate"])
 def test_a_rotation_back_that_is_wrong_in_one_way_is_found(candidate, fault, scheme):
     def broken(*args):
         out = torch.ops.q2.gemm(*args[:6], None, *args[7:9], args[10])
         return UNROTATED_FAULTS[fault](out, args)
 
     candidate("gemm_masked_unrotate", None, function=broken)
-    found = selfcheck.disagreement("gemm_masked_unrotate", "broken", ON_CPU, scheme)
+    found = disagreement("gemm_masked_unrotate", scheme)
     assert found is not None and "relative error" in found and "rotated back" in found
 
 
-@pytest.mark.parametrize("of", checked_cases.CHECKED, ids=str)
+@pytest.mark.parametrize("of", CHECKED, ids=str)
 def test_a_self_check_leaves_alone_what_the_caller_has_set(of, candidate):
     """Default device and type, modes, autocast, the random state."""
     seen = []
@@ -432,7 +441,7 @@ def test_a_self_check_leaves_alone_what_the_caller_has_set(of, candidate):
             seen.append(func)
             return func(*args, **(kwargs or {}))
 
-    op, variant = op_of(of), (of,) if isinstance(of, QuantizerVariant) else ()
+    op, asked = op_of(of), form(of, CHECKED[of][0])
     candidate(op, None, "same", function=registry.kernels(op)[-1].function)
     state = torch.get_rng_state()
     torch.set_default_dtype(torch.float64)
@@ -440,8 +449,7 @@ def test_a_self_check_leaves_alone_what_the_caller_has_set(of, candidate):
         for device in ("meta", "cpu"):
             modes = torch.autocast("cpu", torch.float16), Mode(), FakeTensorMode()
             with torch.device(device), modes[0], modes[1], modes[2], torch.inference_mode():
-                scheme = checked_cases.CHECKED[of][0]
-                assert selfcheck.disagreement(op, "same", ON_CPU, scheme, *variant) is None
+                assert selfcheck.disagreement("same", ON_CPU, asked) is None
     finally:
         torch.set_default_dtype(torch.float32)
     assert seen == [] and torch.equal(torch.get_rng_state(), state)

@@ -25,6 +25,13 @@ OF_CHECKS = (
         f"{_CUDA}/test_first_launch.py",
     ),
     fault(
+        "rows of a small call are always aligned",
+        "runtime_kernels/small_calls.py",
+        "width = _WIDTH if form.aligned else _UNALIGNED",
+        "width = _WIDTH",
+        "runtime_kernels/test_small_calls.py",
+    ),
+    fault(
         "results of another driver count",
         f"{_CUDA}/check_results.py",
         "*named(device), *versions(), sources)",
@@ -141,10 +148,10 @@ OF_CHECKS = (
     ),
     fault(
         "doctor checks no grouped launch of a backward",
-        f"{_CUDA}/quantize/groups_of_recipes.py",
-        "            yield _group([dy, other, other], products)\n",
-        "            yield _group([other, other], products[:1])\n",
-        f"{_CUDA}/test_grouped_check.py",
+        "q2compile/tools/kernel_rows.py",
+        "for graph in layer_graphs(recipe, tuple(GEMMS), grouped, bias, **how)[0]:",
+        "for graph in layer_graphs(recipe, tuple(GEMMS), grouped, bias, **how)[0][:1]:",
+        "q2compile/tools/test_kernel_rows.py",
     ),
     # ---- the first large launch of a GEMM ----
     fault(

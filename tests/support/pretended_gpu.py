@@ -3,16 +3,30 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+from torch._dynamo.device_interface import CudaInterface
 from torch._subclasses import FakeTensorMode
 
-from q2compile.runtime_kernels.cuda import check_results, checked_cases
+from q2compile.runtime_kernels.cuda import check_results
 from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4
 from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.runtime_kernels.cuda.jit.launch import target, unsupported
+from q2compile.runtime_kernels.cuda.quantize import fused, plan, quantizers
 from q2compile.runtime_kernels.ops.table import QuantizerVariant
+from tests.support.checked_forms import arguments_of
 from tests.support.new_process import forget_checks
+
+_PROPERTIES = {
+    "multi_processor_count": 132,
+    "warp_size": 32,
+    "max_threads_per_multi_processor": 2048,
+    "regs_per_multiprocessor": 65536,
+    "total_memory": 1 << 36,
+}
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
@@ -23,6 +37,13 @@ def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> Non
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(cublaslt_fp4, "ready", lambda product: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    major, minor = capability
+    properties = SimpleNamespace(name="a GPU", major=major, minor=minor, **_PROPERTIES)
+    for place in (torch.cuda, CudaInterface):
+        of_device = staticmethod(lambda device=None: properties)
+        monkeypatch.setattr(place, "get_device_properties", of_device)
+    for module in (plan, quantizers, fused):
+        monkeypatch.setattr(module, "shared_memory", lambda index: 228 * 1024)
     forget_checks()
     for name in ("store", "mark", "unmark", "take_unended"):
         monkeypatch.setattr(check_results, name, lambda *args: None)
@@ -36,12 +57,12 @@ def forget() -> None:
     target.cache_clear()
 
 
-def on_gpu(of: str | QuantizerVariant, scheme: str) -> list:
+def on_gpu(of: str | QuantizerVariant, scheme: str, **more: Any) -> list:
     """The arguments of a self-check, as fake tensors of the GPU."""
     with FakeTensorMode():
         return [
             torch.empty(a.shape, dtype=a.dtype, device="cuda:0")
             if isinstance(a, torch.Tensor)
             else a
-            for a in checked_cases.arguments_of(of, scheme)
+            for a in arguments_of(of, scheme, **more)
         ]

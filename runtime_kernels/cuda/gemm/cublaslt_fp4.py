@@ -27,7 +27,6 @@ from q2compile.runtime_kernels.cuda.gemm.first_launch import (
 from q2compile.runtime_kernels.cuda.gemm.operands import (
     aligned,
     finished,
-    form,
     padded,
     reads_codes,
     two_formats,
@@ -45,18 +44,13 @@ from q2compile.runtime_kernels.registry import CUBLASLT_FP4, kernel
 _UNIT = 16  # cuBLASLt wants multiples of it: columns, and bytes of codes in a row
 
 
-def _unsupported_fp4(
-    a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
-) -> str | None:
-    index = a_codes.device.index
-    if (why := unserved(index)) is not None:
+def _unsupported_fp4(*args) -> str | None:
+    schemes = args[7:9]
+    if (why := unserved(args[0].device.index)) is not None:
         return why
-    if (format := get_scheme(a_scheme).format) != "nvfp4":
+    if (format := get_scheme(schemes[0]).format) != "nvfp4":
         return f"this kernel of cuBLASLt multiplies nvfp4, not {format}"
-    wrong = two_formats(a_scheme, b_scheme) or reads_codes(a_scheme, b_scheme)
-    return wrong or rejection(
-        "gemm", CUBLASLT_FP4, index, a_scheme, form(bias, a_scheme, b_scheme, dtype)
-    )
+    return two_formats(*schemes) or reads_codes(*schemes) or rejection(GEMM, CUBLASLT_FP4, args)
 
 
 def unserved(index: int) -> str | None:

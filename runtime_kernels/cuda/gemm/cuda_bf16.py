@@ -11,7 +11,6 @@ from q2compile.runtime_kernels.cuda.calls import load
 from q2compile.runtime_kernels.cuda.dequantize import dequantize, launches
 from q2compile.runtime_kernels.cuda.gemm.operands import (
     finished,
-    form,
     without_contraction,
 )
 from q2compile.runtime_kernels.cuda.selfcheck import rejection
@@ -19,13 +18,6 @@ from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, Scheme, get_sch
 from q2compile.runtime_kernels.numerics.swizzle import unswizzle_32x4x4
 from q2compile.runtime_kernels.ops.gemm import alpha_of, checked_gemm
 from q2compile.runtime_kernels.registry import CUDA_BF16, kernel
-
-
-def _unsupported_bf16(
-    a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
-) -> str | None:
-    asked = form(bias, a_scheme, b_scheme, dtype)
-    return rejection("gemm", CUDA_BF16, a_codes.device.index, a_scheme, asked)
 
 
 def _prepare_bf16(
@@ -36,7 +28,13 @@ def _prepare_bf16(
             load(launches(codes, scheme, 2 * codes.shape[1], torch.bfloat16), codes.device.index)
 
 
-@kernel("gemm", CUDA_BF16, device_type="cuda", unsupported=_unsupported_bf16, prepare=_prepare_bf16)
+@kernel(
+    "gemm",
+    CUDA_BF16,
+    device_type="cuda",
+    unsupported=lambda *args: rejection("gemm", CUDA_BF16, args),
+    prepare=_prepare_bf16,
+)
 def gemm_bf16(
     a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
 ) -> torch.Tensor:

@@ -25,10 +25,10 @@ import torch
 
 from q2compile.runtime_kernels.cuda import check_results
 from q2compile.runtime_kernels.cuda.check_results import Request
-from q2compile.runtime_kernels.cuda.checked_cases import GEMM_ERROR
 from q2compile.runtime_kernels.cuda.gemm import cublaslt
 from q2compile.runtime_kernels.cuda.gemm.cublaslt import Algorithm, GemmKind, Plan
 from q2compile.runtime_kernels.cuda.gemm.first_launch import marked, request
+from q2compile.runtime_kernels.cuda.selfcheck import GEMM_ERROR
 from q2compile.runtime_kernels.kernel_states import LaunchError, lacks_memory
 from q2compile.runtime_kernels.ops.table import GEMM
 from q2compile.runtime_kernels.registry import CUBLASLT_FP4

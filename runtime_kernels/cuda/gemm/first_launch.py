@@ -29,8 +29,7 @@ import torch
 from q2compile.runtime_kernels.choice import kernels
 from q2compile.runtime_kernels.cuda import check_results, checks
 from q2compile.runtime_kernels.cuda.check_results import Request
-from q2compile.runtime_kernels.cuda.checked_cases import GEMM_ERROR
-from q2compile.runtime_kernels.cuda.selfcheck import apart
+from q2compile.runtime_kernels.cuda.selfcheck import GEMM_ERROR, apart
 from q2compile.runtime_kernels.kernel_states import KNOWN, Result, lacks_memory, rejected
 from q2compile.runtime_kernels.numerics.formats import decode_e2m1
 from q2compile.runtime_kernels.numerics.schemes import Scheme

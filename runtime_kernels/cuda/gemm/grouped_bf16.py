@@ -17,14 +17,11 @@ from q2compile.runtime_kernels.ops.grouped_gemm import as_grouped, checked_group
 from q2compile.runtime_kernels.registry import CUDA_BF16, kernel
 
 
-def _unsupported(
-    a_codes, a_scales, a_global, b_codes, b_scales, b_global, offs, a_scheme, b_scheme, gemm, dtype
-) -> str | None:
-    index = a_codes.device.index
+def _unsupported(*args) -> str | None:
+    b_codes, offs, (gemm, dtype) = args[3], args[6], args[9:]
     columns = b_codes.shape[0] // offs.shape[0] if gemm == "fprop" else b_codes.shape[0]
-    asked = gemm, dtype
-    return unserved(index, dtype, columns) or rejection(
-        "grouped_gemm", CUDA_BF16, index, a_scheme, asked
+    return unserved(b_codes.device.index, dtype, columns) or rejection(
+        "grouped_gemm", CUDA_BF16, args
     )
 
 

@@ -44,7 +44,7 @@ def unserved(index: int, dtype: torch.dtype, *sizes) -> str | None:
 def _unsupported(a, b, offs) -> str | None:
     index = a.device.index
     why = unserved(index, a.dtype, a.shape[1], b.shape[-1])
-    return why or rejection("grouped_mm", CUDA, index, "nvfp4_46_pow2")
+    return why or rejection("grouped_mm", CUDA, (a, b, offs))
 
 
 def _prepare(a, b, offs) -> None:

@@ -16,14 +16,13 @@ from q2compile.runtime_kernels.ops.table import GROUPED_GEMM
 from q2compile.runtime_kernels.registry import TRITON_FP4, kernel
 
 
-def _unsupported(
-    a_codes, a_scales, a_global, b_codes, b_scales, b_global, offs, a_scheme, b_scheme, gemm, dtype
-) -> str | None:
-    index = a_codes.device.index
-    wrong = unserved(index) or two_formats(a_scheme, b_scheme) or reads_codes(a_scheme, b_scheme)
+def _unsupported(*args) -> str | None:
+    a_scheme, b_scheme = args[7:9]
+    wrong = unserved(args[0].device.index) or two_formats(a_scheme, b_scheme)
+    wrong = wrong or reads_codes(a_scheme, b_scheme)
     if wrong is None and (get_scheme(a_scheme).swizzled or get_scheme(b_scheme).swizzled):
         wrong = "it reads plain scales: groups begin anywhere in tiles of 128 rows"
-    return wrong or rejection("grouped_gemm", TRITON_FP4, index, a_scheme, (gemm, dtype))
+    return wrong or rejection("grouped_gemm", TRITON_FP4, args)
 
 
 @kernel("grouped_gemm", TRITON_FP4, device_type="cuda", unsupported=_unsupported)

@@ -5,7 +5,6 @@ import torch
 from torch.nn.functional import pad
 
 from q2compile.runtime_kernels.cuda.jit.limits import Version, family_of, why_not_in_e4m3
-from q2compile.runtime_kernels.cuda.selfcheck import Form
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED, get_scheme
 
 ALIGNMENT = 16  # bytes, of every operand and of the rows of codes
@@ -28,12 +27,6 @@ def two_formats(a_scheme: str, b_scheme: str) -> str | None:
 def reads_codes(a_scheme: str, b_scheme: str) -> str | None:
     dequantized = get_scheme(a_scheme).dequantized or get_scheme(b_scheme).dequantized
     return "it reads codes, not dequantized operands" if dequantized else None
-
-
-def form(bias: torch.Tensor | None, a_scheme: str, b_scheme: str, dtype: torch.dtype) -> Form:
-    """The form of a GEMM with these arguments, for its self-check."""
-    swizzled = get_scheme(a_scheme).swizzled or get_scheme(b_scheme).swizzled
-    return dtype, None if bias is None else bias.dtype, swizzled
 
 
 def without_contraction(

@@ -4,8 +4,9 @@ one launch, nvfp4 and mxfp4."""
 
 import functools
 import importlib.util
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -14,7 +15,6 @@ from q2compile.runtime_kernels.cuda.gemm import first_launch, swizzle
 from q2compile.runtime_kernels.cuda.gemm.operands import (
     ALIGNMENT,
     aligned,
-    form,
     padded,
     reads_codes,
     two_formats,
@@ -33,14 +33,10 @@ from q2compile.runtime_kernels.ops.table import GEMM, GEMM_MASKED_UNROTATE
 from q2compile.runtime_kernels.registry import TRITON_FP4, kernel, kernels_own
 
 
-def _unsupported_triton(
-    a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
-) -> str | None:
-    index = a_codes.device.index
-    wrong = unserved(index) or two_formats(a_scheme, b_scheme) or reads_codes(a_scheme, b_scheme)
-    return wrong or rejection(
-        "gemm", TRITON_FP4, index, a_scheme, form(bias, a_scheme, b_scheme, dtype)
-    )
+def _unsupported(op: str, args: Sequence[Any]) -> str | None:
+    schemes = args[7:9]
+    wrong = unserved(args[0].device.index) or two_formats(*schemes) or reads_codes(*schemes)
+    return wrong or rejection(op, TRITON_FP4, args)
 
 
 def unserved(index: int) -> str | None:
@@ -57,7 +53,11 @@ def _prepare_triton(
 
 
 @kernel(
-    "gemm", TRITON_FP4, device_type="cuda", unsupported=_unsupported_triton, prepare=_prepare_triton
+    "gemm",
+    TRITON_FP4,
+    device_type="cuda",
+    unsupported=lambda *args: _unsupported(GEMM, args),
+    prepare=_prepare_triton,
 )
 def gemm_triton(
     a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
@@ -67,18 +67,10 @@ def gemm_triton(
     return _gemm(*operands, bias, a_scheme, b_scheme, dtype)
 
 
-def _unsupported_unrotation(
-    a_codes, a_scales, a_global, b_codes, b_scales, b_global, mask, a_scheme, b_scheme, *more
-) -> str | None:
-    transform, dtype = more
-    if transform != "h32":
-        return f"its epilogue rotates chunks of 32 without signs back, not {transform}"
-    index = a_codes.device.index
-    wrong = unserved(index) or two_formats(a_scheme, b_scheme) or reads_codes(a_scheme, b_scheme)
-    return wrong or rejection(
-        *("gemm_masked_unrotate", TRITON_FP4, index, a_scheme),
-        form(None, a_scheme, b_scheme, dtype),
-    )
+def _unsupported_unrotation(*args) -> str | None:
+    if args[9] != "h32":
+        return f"its epilogue rotates chunks of 32 without signs back, not {args[9]}"
+    return _unsupported(GEMM_MASKED_UNROTATE, args)
 
 
 def _prepare_unrotation(
@@ -137,8 +129,7 @@ def _gemm(
     unrotation = None
     if mask is not None:
         unrotation = Unrotation(aligned(mask.contiguous()), get_transform(transform).norm)
-    asked = form(bias, a_scheme, b_scheme, dtype), transform
-    variant = tile, a_spec.width, asked, width % tile.k
+    variant = tile, a_spec.width, dtype, bias is None or bias.dtype, transform, width % tile.k
     op = GEMM if mask is None else GEMM_MASKED_UNROTATE
     first = None
     if first_launch.needed(rows, columns, 2 * width):

@@ -6,7 +6,6 @@ split_scales.py       split_scales
 plan.py               what a call launches, worked out once for each kind of operand
 grouped_launch.py     several calls with one tail kernel; equal kernels are one batched launch
 grouped_check.py      the self-check of such a group
-groups_of_recipes.py  which groups doctor checks
 rotate_quantize.py, align_scales.py    variants of the .cu files of that name;  rule.py  their rule
 """
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any
 
 import torch
 
@@ -44,6 +43,7 @@ from q2compile.runtime_kernels.cuda.selfcheck import (
 )
 from q2compile.runtime_kernels.ops.table import QUANTIZE, QuantizerCall
 from q2compile.runtime_kernels.registry import FUSED
+from q2compile.runtime_kernels.small_calls import Form, form_of
 
 
 def no_pair(prologue: PrologueExpression, call: QuantizerCall, index: int) -> str | None:
@@ -119,51 +119,40 @@ def rejection(
 
 
 def _request(index: int, call: QuantizerCall, operands: int, dtype: torch.dtype) -> Request:
-    device = torch.device("cuda", index)
-    how = call.scheme.name, call.transform.name, call.variant, operands, dtype
-    seeds = {operand.seed_name: ... for operand in call.operands if operand.seed is not None}
-    _, keywords = call.replace(x=None, **seeds).written()
-    return Request((QUANTIZE, FUSED, device, *how), __name__, (device, keywords, operands, dtype))
+    device, form = torch.device("cuda", index), form_of(QUANTIZE, call.replace(x=None).positional)
+    check = QUANTIZE, FUSED, device, form, operands, dtype
+    return Request(check, __name__, check[2:])
 
 
-def compiling(
-    device: torch.device,
-    keywords: dict[str, Any],
-    operands: int = 1,
-    dtype: torch.dtype = torch.bfloat16,
-) -> list[Future]:
+def compiling(device: torch.device, form: Form, operands: int, dtype: torch.dtype) -> list[Future]:
     """Threads that compile what `disagreement` launches."""
-    call = QuantizerCall.named(QUANTIZE, **keywords, x=None)
-    return prepare(representative(operands, dtype), call, device.index)
+    return prepare(representative(operands, dtype), form.call, device.index)
 
 
 def disagreement(
-    device: torch.device,
-    keywords: dict[str, Any],
-    operands: int = 1,
-    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device, form: Form, operands: int = 1, dtype: torch.dtype = torch.bfloat16
 ) -> str | None:
     """Runs a small prologue with inputs of all kinds through the op. None if the results have the
-    reference's bits, otherwise how they differ. keywords: of the op; an ellipsis is a seed."""
+    reference's bits, otherwise how they differ."""
     with apart(device):
         inputs = representative_inputs()
         prologue = representative(operands, dtype)
+        names = [each.seed_name for each in form.call.operands if each.seed is not None]
         calls, on_device = [], []
         for n, x in enumerate(prologue.evaluate(inputs)):
-            names = [name for name, arg in keywords.items() if arg is ...]
             seeds = {name: torch.tensor(10 * n + i) for i, name in enumerate(names)}
-            calls.append(QuantizerCall.named(QUANTIZE, **{**keywords, **seeds}, x=x))
+            calls.append(form.call.replace(**seeds, x=x))
             seeds = {name: seed.to(device) for name, seed in seeds.items()}
             on_device.append(calls[-1].replace(x=None, **seeds))
         want = [result for call in calls for result in call()]
         inputs = [x.to(device) for x in inputs]
         tensors = [*inputs, *(t for call in on_device for t in tensors_of(call.positional))]
-        names = [name for call in calls for name in call.outputs]
+        outputs = [name for call in calls for name in call.outputs]
 
         def difference() -> str | None:
             plan = fused_plan(prologue, device.index, on_device)
             made = BoundCall(plan, device.index).outputs_of(tensors)
-            return difference_of_bits(made, want, names)
+            return difference_of_bits(made, want, outputs)
 
         return difference_on_any_grid(difference)
 

@@ -18,21 +18,12 @@ from q2compile.runtime_kernels.choice import kernels
 from q2compile.runtime_kernels.cuda import checks
 from q2compile.runtime_kernels.cuda.calls import BoundCall, tensors_of
 from q2compile.runtime_kernels.cuda.check_results import Request
-from q2compile.runtime_kernels.cuda.checked_cases import (
-    BY_FORMAT,
-    OF_FORMAT,
-    RESULTS,
-    ROWS,
-    CheckKey,
-    arguments_of,
-    op_of,
-)
 from q2compile.runtime_kernels.cuda.quantize.grouped_launch import (
     ScaleProduct,
     compile_ahead,
     grouped_plan,
 )
-from q2compile.runtime_kernels.cuda.quantize.quantizers import use_of
+from q2compile.runtime_kernels.cuda.quantize.quantizers import is_aligned
 from q2compile.runtime_kernels.cuda.selfcheck import (
     apart,
     begin_compiling,
@@ -40,35 +31,27 @@ from q2compile.runtime_kernels.cuda.selfcheck import (
     difference_on_any_grid,
     launches_of,
 )
-from q2compile.runtime_kernels.numerics.schemes import get_scheme
-from q2compile.runtime_kernels.ops.table import DEQUANTIZE, SPECS, QuantizerCall, QuantizerVariant
-from q2compile.runtime_kernels.registry import CUDA, GROUPED, REFERENCE, parameters, select
-
-# A call as its check describes it, and the scheme.
-Checked = tuple[str | QuantizerVariant | CheckKey, str]
+from q2compile.runtime_kernels.ops.table import SPECS, QuantizerCall
+from q2compile.runtime_kernels.registry import CUDA, GROUPED, REFERENCE, select
+from q2compile.runtime_kernels.small_calls import ROWS, Form, arguments, form_of, outputs_of
 
 
 class Group(NamedTuple):
     """Calls with one grouped launch. others: how many factors of products no call makes."""
 
-    calls: tuple[Checked, ...]
+    calls: tuple[Form, ...]
     products: tuple[ScaleProduct, ...] = ()
     others: int = 0
 
     def __str__(self) -> str:
-        words = " + ".join(f"{of} {scheme}" for of, scheme in self.calls)
         pairs = ", ".join(f"{own} * {other}" for own, other in self.products)
-        return f"grouped: {words}{pairs and f'; products {pairs}'}"
+        calls = " + ".join(map(str, self.calls))
+        return f"grouped: {calls}{pairs and f'; products {pairs}'}"
 
 
-def checked_as(op: str, args: Sequence[Any]) -> Checked:
-    """A call with these arguments, which may be fake, as the check of a group describes it."""
-    if op in SPECS:
-        call = QuantizerCall.of(op, args)
-        return use_of(call), call.scheme.name
-    named = dict(zip((name for name, _ in parameters(op)), args, strict=True))
-    scheme = named["scheme"]
-    return op, OF_FORMAT[get_scheme(scheme).format] if op in BY_FORMAT else scheme
+def in_group(op: str, args: Sequence[Any]) -> Form:
+    """The form of a call with these arguments, which may be fake."""
+    return form_of(op, args, op not in SPECS or is_aligned(QuantizerCall.of(op, args)))
 
 
 def rejection(group: Group, device: torch.device) -> str | None:
@@ -83,30 +66,30 @@ def rejection(group: Group, device: torch.device) -> str | None:
 def compiling(device: torch.device, group: Group) -> list[Future]:
     """Threads that compile the kernels of a group."""
     with apart(torch.device("cpu")):
-        cases = [(op_of(call[0]), [_arguments(n, *call)]) for n, call in enumerate(group.calls)]
-    found = [launches_of(op, arguments, device) for op, arguments in cases]
+        cases = [(call.op, [_arguments(n, call)]) for n, call in enumerate(group.calls)]
+    found = [launches_of(op, of_call, device) for op, of_call in cases]
     of_calls = begin_compiling([each for launches in found for each in launches], device.index)
     return compile_ahead(found, device.index) + of_calls
 
 
 def request_of(group: Group, device: torch.device) -> Request:
     """The self-check of a group."""
-    return Request((op_of(group.calls[0][0]), GROUPED, device, group), __name__, (device, group))
+    return Request((group.calls[0].op, GROUPED, device, group), __name__, (device, group))
 
 
 def disagreement(device: torch.device, group: Group) -> str | None:
     """Runs a group on small inputs. None if all results have the references' bits, otherwise how
     they differ."""
     with apart(device):
-        ops = [op_of(of) for of, _ in group.calls]
-        arguments = [_arguments(number, *call) for number, call in enumerate(group.calls)]
+        ops = [call.op for call in group.calls]
+        given = [_arguments(number, call) for number, call in enumerate(group.calls)]
         others = [torch.tensor(0.3 + number) for number in range(group.others)]
-        made = [_tuple(select(op, a, REFERENCE)(*a)) for op, a in zip(ops, arguments, strict=True)]
+        made = [_tuple(select(op, a, REFERENCE)(*a)) for op, a in zip(ops, given, strict=True)]
         want = [result for each in made for result in each]
         names = [
             f"{name} of call {number}"
-            for number, (op, a) in enumerate(zip(ops, arguments, strict=True), 1)
-            for name in (QuantizerCall.of(op, a).outputs if op in SPECS else RESULTS[op])
+            for number, call in enumerate(group.calls, 1)
+            for name in outputs_of(call)
         ]
         for (call, own), other in group.products:
             factor = others[other] if isinstance(other, int) else made[other[0]][other[1]]
@@ -114,7 +97,7 @@ def disagreement(device: torch.device, group: Group) -> str | None:
             names.append(f"products of the global scale of call {call + 1}")
         members = [
             (op, [t.to(device) if isinstance(t, torch.Tensor) else t for t in a])
-            for op, a in zip(ops, arguments, strict=True)
+            for op, a in zip(ops, given, strict=True)
         ]
         on_device = [other.to(device) for other in others]
         return difference_on_any_grid(
@@ -122,17 +105,13 @@ def disagreement(device: torch.device, group: Group) -> str | None:
         )
 
 
-def _arguments(number: int, of: str | QuantizerVariant | CheckKey, scheme: str) -> tuple:
+def _arguments(number: int, call: Form) -> tuple:
     """Arguments of call `number`: another number of rows than the other calls, or, if the ends of
     groups fix it, the same rows in another order."""
-    arguments = arguments_of(of, scheme, ROWS[0] + 3 * number)
-    if of == DEQUANTIZE:  # with all columns, as GEMMs do
-        codes, scales, global_scale, name, _, dtype = arguments
-        return codes, scales, global_scale, name, 2 * codes.shape[1], dtype
-    variant = of.variant if isinstance(of, CheckKey) else of
-    if isinstance(variant, QuantizerVariant) and variant.grouped:
-        arguments = arguments[0].roll(number, 0), *arguments[1:]
-    return arguments
+    of_call = arguments(call, ROWS[0] + 3 * number)
+    if call.op in SPECS and call.call.grouped:
+        of_call = of_call[0].roll(number, 0), *of_call[1:]
+    return of_call
 
 
 def _run(

@@ -23,7 +23,6 @@ from q2compile.runtime_kernels.cuda.calls import (
     launching,
     tensors_of,
 )
-from q2compile.runtime_kernels.cuda.checked_cases import CheckKey, used
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
 from q2compile.runtime_kernels.cuda.quantize.plan import (
     Dbias,
@@ -49,7 +48,6 @@ from q2compile.runtime_kernels.ops.table import (
     QUANTIZE,
     REQUANTIZE,
     QuantizerCall,
-    QuantizerVariant,
 )
 from q2compile.runtime_kernels.registry import CUDA
 
@@ -80,31 +78,23 @@ def rows_too_far_apart(x: torch.Tensor) -> bool:
 
 
 def _unsupported(call: QuantizerCall) -> str | None:
-    scheme, source = call.scheme, call.source_scheme
-    if source is not None and source.swizzled and not scheme.swizzled:
-        # The self-check of that scheme has a source with swizzled scales.
-        scheme = scheme.with_form(SWIZZLED)
     if rows_too_far_apart(call.x):
         return "the kernel counts the bytes from row to row of x in 32 bits"
-    return why_not(call) or rejection(
-        call.spec.name, CUDA, call.x.device.index, scheme.name, use_of(call)
-    )
+    return why_not(call) or rejection(call.spec.name, CUDA, call.positional, is_aligned(call))
 
 
-def use_of(call: QuantizerCall) -> QuantizerVariant | CheckKey:
-    """The variant that the self-check must cover. Rows count as unaligned only if that is known: a
-    size may be a symbol."""
+def is_aligned(call: QuantizerCall) -> bool:
+    """Whether rows of its operand begin on 16 bytes. They count as unaligned only if that is known:
+    a size may be a symbol."""
     x, known = call.x, statically_known_true
     if call.spec.name == REQUANTIZE:
-        odd = known(x.shape[1] % 8 != 0) if call.by_scales else False
-        return used(call.variant, call.transform.name, vectors=not odd)
+        return not (call.by_scales and known(x.shape[1] % 8 != 0))
     pitch = x.shape[1]  # of the copy that is made
     if known(x.stride(1) == 1):
         pitch = x.stride(0)
     elif known(x.stride(0) == 1) and not _wants_rows(call):
         pitch = x.stride(1)
-    vectors = not known(pitch * x.element_size() % 16 != 0)
-    return used(call.variant, call.transform.name, x.dtype, vectors)
+    return not known(pitch * x.element_size() % 16 != 0)
 
 
 # ---- from a matrix ----

@@ -38,9 +38,7 @@ def partial_max_launch() -> Launch:
 
 @launching(
     "split_scales",
-    unsupported=lambda raw_scale, scheme: rejection(
-        "split_scales", CUDA, raw_scale.device.index, scheme
-    ),
+    unsupported=lambda *args: rejection("split_scales", CUDA, args),
     launches=lambda raw_scale, scheme: [
         partial_max_launch(),
         align_launch(get_scheme(scheme), interleaved=False),

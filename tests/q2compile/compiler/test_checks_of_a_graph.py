@@ -20,17 +20,12 @@ from q2compile.runtime_kernels import kernel_states
 from q2compile.runtime_kernels.cpu import build
 from q2compile.runtime_kernels.cuda import checks, selfcheck
 from q2compile.runtime_kernels.cuda.call_site import CallSite
-from q2compile.runtime_kernels.cuda.checked_cases import (
-    REQUANTIZED,
-    ROWWISE,
-    arguments_of,
-    used,
-)
 from q2compile.runtime_kernels.cuda.jit import launch, nvrtc
 from q2compile.runtime_kernels.cuda.quantize import fused, quantizers
 from q2compile.runtime_kernels.kernel_states import KNOWN, DeviceLostError
 from q2compile.runtime_kernels.ops.table import QUANTIZE, QuantizerCall
 from q2compile.runtime_kernels.registry import CPP, KernelWarning
+from tests.support.checked_forms import REQUANTIZED, ROWWISE, arguments_of, form
 from tests.support.faulty_checks import request, runs
 from tests.support.new_process import forget_checks
 from tests.support.warned import texts
@@ -205,18 +200,18 @@ def compiled(monkeypatch) -> Iterator[list]:
 
 
 @pytest.mark.parametrize(
-    ("op", "kernel", "scheme", "of", "files"),
+    ("of", "kernel", "scheme", "files"),
     [
-        ("quantize", "cuda", "nvfp4_46_pow2", ROWWISE, ["align_scales.cu", "rotate_quantize.cu"]),
-        ("requantize", "cuda", EDEN, used(REQUANTIZED, "rht128"), ["rotate_quantize.cu"]),
-        ("dequantize", "cuda", "nvfp4_46_pow2", None, ["dequantize.cu"] * 6),  # dtypes, padding
-        ("gemm", "cuda_bf16", "nvfp4_46_pow2", ((torch.bfloat16, None, False),), []),
-        ("grouped_mm", "cuda", "nvfp4_46_pow2", None, []),
+        (ROWWISE, "cuda", "nvfp4_46_pow2", ["align_scales.cu", "rotate_quantize.cu"]),
+        (REQUANTIZED, "cuda", EDEN, ["rotate_quantize.cu"]),
+        ("dequantize", "cuda", "nvfp4_46_pow2", ["dequantize.cu"] * 2),  # padding
+        ("gemm", "cuda_bf16", "nvfp4_46_pow2", []),
+        ("grouped_mm", "cuda", "nvfp4_46_pow2", []),
     ],
 )
-def test_threads_compile_what_a_check_launches(op, kernel, scheme, of, files, compiled) -> None:
+def test_threads_compile_what_a_check_launches(of, kernel, scheme, files, compiled) -> None:
     """GEMMs compile what they launch themselves."""
-    selfcheck.compiling(op, kernel, GPU, scheme, of)
+    selfcheck.compiling(kernel, GPU, form(of, scheme))
     assert [name for name in files if name not in {v.file for v in compiled}] == []
     assert len(compiled) == len(set(compiled)) >= len(files)
     assert bool(compiled) == bool(files)

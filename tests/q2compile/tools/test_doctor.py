@@ -1,70 +1,67 @@
 # SPDX-License-Identifier: Apache-2.0
 """`q2compile doctor`: the state of each kernel, by its name, in lines and in JSON."""
 
-import dataclasses
-import functools
 import importlib.metadata
 import json
 import tempfile
+from concurrent.futures import Future
 
 import pytest
 import torch
 
-from q2compile.runtime_kernels import registry
 from q2compile.runtime_kernels.cuda import (
     check_results,
-    checked_cases,
     checks,
     known_bad,
     selfcheck,
 )
+from q2compile.runtime_kernels.cuda.check_child import Unable
 from q2compile.runtime_kernels.kernel_states import Result, disable, rejected
 from q2compile.tools import cli, doctor, kernel_rows
 from tests.support import faulty_checks
-from tests.support.pretended_gpu import on_gpu
+from tests.support.checked_forms import checked_of, form
 from tests.support.warned import texts
 
 ON_CPU = torch.device("cpu")
 
 
-def test_doctor_lists_what_fails_and_goes_on(candidate, capsys):
-    """Each state by its name; what a kernel is asked raises nothing."""
-
-    def raises(*args):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    said = "it failed its self-check on this GPU:\n1 of 9 codes differ"
-    candidate("gemm", None, "good")
-    candidate("gemm", None, "wrong", unsupported=lambda *args: rejected(said))
-    candidate("gemm", None, "starved", unsupported=raises)
-    candidate("gemm", None, "elsewhere", unsupported=lambda *args: "it wants a newer GPU")
-    candidate("gemm", None, "unwanted")
+def test_doctor_lists_what_fails_and_goes_on(monkeypatch, tmp_path, capsys):
+    """Each state by its name; what is asked raises nothing."""
+    monkeypatch.setenv("Q2COMPILE_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "ran").mkdir()
     disable(["gemm.unwanted"], "option disable_kernels")
-    cpu, schemes = torch.device("cpu"), checked_cases.CHECKED["gemm"]
+    hows = {"good": "right", "wrong": "wrong", "starved": "memory", "unwanted": "right"}
+    asked = [faulty_checks.request(how, tmp_path / "ran", name) for name, how in hows.items()]
     rows = [
-        kernel_rows.kernel_row(kernel, cpu, "gemm", scheme)
-        for kernel in registry.kernels("gemm")[:5]
-        for scheme in schemes
+        kernel_rows.KernelRow("gemm", request.check[1], "gemm", "nvfp4", requests=[request])
+        for request in asked
     ]
+    monkeypatch.setattr(checks, "begin", lambda request: None)
+    monkeypatch.setattr(checks.CHECKER, "submit", lambda request: _unable())
     print(*doctor.kernel_lines(rows, True, True), sep="\n")
     out = capsys.readouterr().out
-    assert len(out.splitlines()) == 5 * len(schemes) + 1
+    assert len(out.splitlines()) == 5
     for line in (
         " passed (",
-        "FAULT, rejected: it failed its self-check on this GPU: 1 of 9 codes differ\n",
+        "FAULT, rejected: it failed its self-check on this GPU: 1 of 9 codes differ from the ref",
         "FAULT, rejected: OutOfMemoryError: CUDA out of memory\n",
-        "unsupported: it wants a newer GPU\n",
         "disabled: by option disable_kernels\n",
     ):
-        assert out.count(line) == len(schemes)
+        assert out.count(line) == 1
     states = {row.kernel: row.as_line()["state"] for row in rows}
     assert states == {
         "good": "passed",
         "wrong": "rejected",
         "starved": "rejected",
-        "elsewhere": "unsupported",
         "unwanted": "disabled",
     }
+
+
+def _unable() -> Future:
+    """The answer that no process of checks can run."""
+    answer: Future = Future()
+    answer.set_result(Unable("a test"))
+    return answer
 
 
 @pytest.mark.parametrize(
@@ -94,12 +91,9 @@ def test_doctor_begins_with_the_result(monkeypatch, capsys, states, first, lines
 def test_doctor_without_checks_runs_none(gpu, monkeypatch, capsys):
     gpu((12, 0))
     monkeypatch.setattr(selfcheck, "disagreement", lambda *what: 1 / 0)
-    rows = [
-        dataclasses.replace(row, asks=[functools.partial(quantizer.why_not, *on_gpu(of, scheme))])
-        for quantizer in registry.kernels("quantize")[:1]
-        for of, scheme in list(checked_cases.checked_of("quantize"))[:3]
-        for row in [kernel_rows.kernel_row(quantizer, ON_CPU, of, scheme)]
-    ]
+    asked = [form(of, scheme) for of, scheme in checked_of("quantize")[:3]]
+    device = torch.device("cuda", 0)
+    rows = [kernel_rows.row_of(selfcheck.request_of("cuda", device, each)) for each in asked]
     print(*doctor.kernel_lines(rows, False, True), sep="\n")
     assert capsys.readouterr().out.count("serves this device") == 3
     assert {row.state for row in rows} == {"serves"}
@@ -122,7 +116,7 @@ def test_doctor_checks_again_what_is_rejected(monkeypatch, tmp_path, capsys):
         lambda device: [
             kernel_rows.KernelRow(
                 *("gemm", how, "gemm", "nvfp4"),
-                asks=[functools.partial(checks.rejection, asked[how])],
+                requests=[asked[how]],
             )
             for how in ("right", "wrong", "raises")
         ],

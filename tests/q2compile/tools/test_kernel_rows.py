@@ -4,78 +4,94 @@ launches, and checks that trap, raise or differ."""
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 
 from q2compile.runtime_kernels.cuda import checks, selfcheck
-from q2compile.runtime_kernels.cuda.checked_cases import CASES, FORMS, SWEEP
 from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.runtime_kernels.cuda.quantize import grouped_check
+from q2compile.runtime_kernels.cuda.quantize.grouped_check import Group
 from q2compile.runtime_kernels.kernel_states import awaited_in, disable
-from q2compile.tools import cli, doctor
+from q2compile.runtime_kernels.small_calls import small_calls
+from q2compile.tools import cli, doctor, kernel_rows
 from q2compile.tools.bench import checks as bench_checks
 from q2compile.tools.bench.bench import ON_CPU, Bench
 from q2compile.tools.bench.report import Log
-from q2compile.tools.kernel_rows import KernelRow, group_rows, sweep_rows
+from q2compile.tools.kernel_rows import (
+    SWEEP,
+    KernelRow,
+    checked_rows,
+    device_rows,
+    row_of,
+    sweep_rows,
+)
+from tests.support.checked_forms import ROWWISE, form
 from tests.support.faulty_checks import request
 
 ON_GPU = torch.device("cuda", 0)
 
 
-# ---- grouped launches ----------------------------------------------------------------------------
+# ---- what training asks for ----------------------------------------------------------------------
+
+EDEN = "nvfp4_ms_eden_pow2"
+HOPPER = [
+    "cuda quantize rowwise, nvfp4_46_pow2, x in torch.bfloat16",
+    f"cuda quantize rowwise+columnwise rotated dbias, {EDEN}@bf16, rht128, x in torch.bfloat16",
+    f"cuda requantize columnwise rotated grouped, nvfp4_46_pow2, {EDEN}@bf16, rht128",
+    "inductor quantize rowwise, nvfp4_16x16_pow2",
+    "cuda_bf16, nvfp4_46_pow2, in torch.bfloat16, bias in torch.bfloat16",
+    "cuda_bf16, nvfp4_46_pow2@bf16, wgrad, in torch.bfloat16",
+    # A batched launch of the forward, and groups of a backward.
+    "grouped_launch quantize rowwise, nvfp4_46_pow2, x in torch.bfloat16",
+    "grouped_launch quantize rowwise+columnwise rotated + requantize columnwise rotated, "
+    f"{EDEN}@bf16, rht128, x in torch.bfloat16 + nvfp4_46_pow2, {EDEN}@bf16, rht128",
+    "grouped_launch quantize rowwise+columnwise rotated rows unrotated + split_scales, "
+    "nvfp4_pow2, rht16, x in torch.bfloat16 + nvfp4_16x16_pow2",
+]
+BLACKWELL = [
+    "cuda quantize rowwise, nvfp4_46_pow2@32x4x4, x in torch.bfloat16",
+    "cublaslt_fp4, nvfp4_46_pow2@32x4x4, in torch.bfloat16, one global scale",
+    "triton_fp4, nvfp4_46_pow2, wgrad, in torch.bfloat16",
+    "grouped_launch, nvfp4_16x16_pow2",
+    "grouped_launch quantize rowwise+columnwise rotated + requantize columnwise rotated, "
+    f"{EDEN}@32x4x4, rht128, x in torch.bfloat16 + "
+    f"nvfp4_46_pow2@32x4x4, {EDEN}@32x4x4, rht128",
+]
 
 
-@pytest.mark.parametrize(
-    "capability, lines",
-    [
-        (
-            (9, 0),
-            [
-                "2 quantize rowwise, nvfp4_46_pow2",
-                "2 dequantize, mxfp4_rtn",
-                "quantize rowwise+columnwise rotated dbias + 2 requantize columnwise rotated, "
-                "nvfp4_ms_eden_pow2@bf16",
-                "quantize rowwise+columnwise rotated rows unrotated + split_scales, "
-                "nvfp4_pow2 + nvfp4_16x16_pow2",
-            ],
-        ),
-        (
-            (10, 0),
-            [
-                "2 quantize rowwise, nvfp4_46_pow2@32x4x4",
-                "quantize rowwise+columnwise rotated + 2 requantize columnwise rotated, "
-                "nvfp4_ms_eden_pow2@32x4x4",
-                "split_scales, nvfp4_16x16_pow2",
-            ],
-        ),
-    ],
-)
-def test_grouped_launches_have_rows(gpu, monkeypatch, capability, lines) -> None:
-    """One for each group, with the op of its first call, and a check by itself."""
+@pytest.mark.parametrize("capability, lines", [((9, 0), HOPPER), ((10, 0), BLACKWELL)])
+def test_rows_are_what_training_asks_for(gpu, monkeypatch, capability, lines) -> None:
+    """Forward and backward, dense and of experts; nothing runs meanwhile."""
     gpu(capability)
-    ran = []
-    monkeypatch.setattr(grouped_check, "disagreement", lambda device, group: ran.append(group))
-    rows = list(group_rows(ON_GPU))
-    assert len(rows) == len({row.name + row.scheme for row in rows}) == 17
-    assert {f"{row.of}, {row.scheme}" for row in rows} >= set(lines)
-    for row in rows:
-        row.ask()
-    assert {row.state for row in rows} == {"passed"} and len(set(ran)) == 17
+    monkeypatch.setattr(kernel_rows, "RECIPES", ("quartet2", "nvfp4", "bf16"))
+    monkeypatch.setattr(checks, "run_here", lambda request: 1 / 0)
+    rows = device_rows(ON_GPU)
+    found = {f"{row.name}, {row.scheme}" for row in rows}
+    assert found >= set(lines) and {row.state for row in rows} == {"serves"}
+    assert len({row.requests[0].check for row in rows}) == len(rows) > 30
+
+
+def test_rows_of_a_cpu(monkeypatch) -> None:
+    """Each of its kernels, whose checks run in this process."""
+    monkeypatch.setattr(kernel_rows, "RECIPES", ("quartet2",))
+    rows = device_rows(torch.device("cpu"))
+    assert {row.op for row in rows} == {"quantize", "requantize", "gemm"}
+    assert {row.kernel for row in rows} == {"cpp"}
+    assert {row.state for row in checked_rows(rows, True, lambda row: None)} == {"passed"}
 
 
 def test_a_group_that_fails_is_a_fault_and_a_disabled_one_is_none(gpu, monkeypatch, capsys) -> None:
     gpu((9, 0))
+    group = Group((form(ROWWISE, "nvfp4_46_pow2"),) * 2)
+    row = row_of(grouped_check.request_of(group, ON_GPU))
     said = "3 of 9 codes of call 2 differ from the reference"
     monkeypatch.setattr(grouped_check, "disagreement", lambda device, group: said)
-    (row,) = [row for row in group_rows(ON_GPU) if row.of == "2 quantize rowwise"][:1]
     with pytest.warns(RuntimeWarning, match="kernel 'grouped_launch' of q2::quantize on cuda:0"):
         row.ask()
     assert (row.state, row.op, row.kernel) == ("rejected", "quantize", "grouped_launch")
     assert row.reason == f"it failed its self-check on this GPU: {said}"
     disable(["grouped_launch"], "option disable_kernels")
-    disabled = next(iter(group_rows(ON_GPU)))
+    disabled = row_of(row.requests[0])
     print(*doctor.kernel_lines([disabled], True, True), sep="\n")
     assert "disabled: by option disable_kernels\n" in capsys.readouterr().out
 
@@ -87,7 +103,7 @@ def test_threads_compile_the_kernels_of_a_group_before_its_check(gpu, monkeypatc
     monkeypatch.setattr(nvrtc, "begin", lambda variant, architecture: begun.append(variant))
     monkeypatch.setattr(checks.CHECKER, "submit", lambda request, after: asked.append(len(after)))
     monkeypatch.setattr(selfcheck, "architecture", lambda index: "sm_90a")
-    row = next(iter(group_rows(ON_GPU)))
+    row = row_of(grouped_check.request_of(Group((form(ROWWISE, "nvfp4_46_pow2"),) * 2), ON_GPU))
     with checks.answering(checks.Mode(stored=False)), awaited_in({}):
         row.ask()
     files = [(variant.file, dict(variant.defines).get("Q2_BATCH")) for variant in begun]
@@ -107,37 +123,34 @@ def test_a_sweep_finds_a_fault_at_one_count_of_rows(gpu, monkeypatch) -> None:
     gpu((10, 0))
     ran = []
 
-    def disagreement(op, name, device, scheme, of):
-        ran.append((name, scheme, of[0]))
-        wrong = name == "cublaslt_fp4" and of[0][3:] == (3072,)
-        return "relative error 1.4e-01, of a result of 3072 x 200" if wrong else None
+    def disagreement(name, device, form):
+        ran.append((name, form))
+        wrong = name == "cublaslt_fp4" and form.rows == 3072
+        return "relative error 1.4e-01, of a result of 3072 rows" if wrong else None
 
     monkeypatch.setattr(selfcheck, "disagreement", disagreement)
+    asked = {"cublaslt_fp4": "nvfp4_46_pow2", "triton_fp4": "mxfp4_rtn"}
+    of = [
+        row_of(selfcheck.request_of(name, ON_GPU, form("gemm", scheme)))
+        for name, scheme in asked.items()
+    ]
+    others = [row_of(selfcheck.request_of("cuda", ON_GPU, form(ROWWISE, "nvfp4_46")))]
+    monkeypatch.setattr(kernel_rows, "device_rows", lambda device: others + of)
     rows = list(sweep_rows(ON_GPU))
-    with pytest.warns(RuntimeWarning, match="3072 x 200"):
+    with pytest.warns(RuntimeWarning, match="3072 rows"):
         for row in rows:
             row.ask()
-    assert {(row.kernel, row.scheme): row.state for row in rows} == {
-        ("scaled_mm", "nvfp4_46_pow2"): "unsupported",
-        ("scaled_mm", "mxfp4_rtn"): "unsupported",
-        ("cublaslt_fp4", "nvfp4_46_pow2"): "rejected",
-        ("cublaslt_fp4", "mxfp4_rtn"): "unsupported",
-        ("triton_fp4", "nvfp4_46_pow2"): "passed",
-        ("triton_fp4", "mxfp4_rtn"): "passed",
-        ("cuda_bf16", "nvfp4_46_pow2"): "passed",
-        ("cuda_bf16", "mxfp4_rtn"): "passed",
-    }
-    of_one = [form for name, scheme, form in ran if (name, scheme) == ("triton_fp4", "mxfp4_rtn")]
-    swept = [form[3] for form in of_one if form[3:]]
-    assert swept == list(SWEEP) and {15, 17, 64, 129, 1984, 3072, 4096} < set(swept)
-    assert {form[:3] for form in of_one} == {(torch.bfloat16, None, True), FORMS[0]}
+    states = {row.kernel: row.state for row in rows}
+    assert states == {"cublaslt_fp4": "rejected", "triton_fp4": "passed"}
+    swept = [form.rows for name, form in ran if name == "triton_fp4"]
+    assert swept == [None, *SWEEP] and {15, 17, 64, 129, 1984, 3072, 4096} < set(swept)
 
 
 def test_a_product_of_a_sweep_has_its_rows() -> None:
-    form = torch.bfloat16, None, False, 17
-    cases = list(CASES["gemm"]("nvfp4_46_pow2", (form,)))
-    assert [case.arguments[0].shape for case in cases] == [(17, 384), (17, 384)]
-    assert {case.words for case in cases} == {"a result of 17 x 200 in torch.bfloat16"}
+    asked = form("gemm", "nvfp4_46_pow2")._replace(rows=17)
+    cases = list(small_calls(asked))
+    assert [case.args[0].shape for case in cases] == [(17, 384)]
+    assert {case.words for case in cases} == {"a result in torch.bfloat16 of 17 rows"}
 
 
 def test_a_sweep_needs_a_gpu(monkeypatch, capsys) -> None:
@@ -162,8 +175,7 @@ def test_a_check_that_traps_does_not_hide_those_after_it(monkeypatch, tmp_path) 
 
     def row(how: str) -> KernelRow:
         asked = request(how, tmp_path / "ran", name=how)
-        asks = [partial(checks.rejection, asked)]
-        return KernelRow("gemm", how, "gemm", "nvfp4", asks=asks)
+        return KernelRow("gemm", how, "gemm", "nvfp4", requests=[asked])
 
     ends = ("right", "trap", "raises", "wrong", "right too")
     monkeypatch.setattr(bench_checks, "device_rows", lambda device: map(row, ends))

@@ -12,15 +12,16 @@ import torch
 
 from q2compile.runtime_kernels import registry
 from q2compile.runtime_kernels.cuda import check_results, checks, selfcheck, versions
-from q2compile.runtime_kernels.cuda.checked_cases import COLUMNWISE
 from q2compile.runtime_kernels.cuda.jit.launch import LaunchError
 from q2compile.runtime_kernels.registry import KernelWarning
+from tests.support.checked_forms import COLUMNWISE, form
 from tests.support.new_process import forget_checks
 from tests.support.pretended_gpu import on_gpu
 
 SCHEME = "nvfp4_ms_eden_pow2"
-REQUEST = selfcheck.request_of("quantize", "cuda", 0, SCHEME, COLUMNWISE)
-OTHER = selfcheck.request_of("quantize", "cuda", 0, "mxfp4_sr", COLUMNWISE)
+GPU = torch.device("cuda", 0)
+REQUEST = selfcheck.request_of("cuda", GPU, form(COLUMNWISE, SCHEME))
+OTHER = selfcheck.request_of("cuda", GPU, form(COLUMNWISE, "mxfp4_sr"))
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +57,7 @@ def test_of_the_same_gpu_versions_and_sources(monkeypatch, tmp_path) -> None:
     passed_now, passed_before = (None, True), (None, False)
     assert of_a_new_process(monkeypatch) == passed_now
     assert of_a_new_process(monkeypatch) == passed_before
-    second_gpu = selfcheck.request_of("quantize", "cuda", 1, SCHEME, COLUMNWISE)
+    second_gpu = selfcheck.request_of("cuda", torch.device("cuda", 1), form(COLUMNWISE, SCHEME))
     assert of_a_new_process(monkeypatch, second_gpu) == passed_before
     for other in (("quantize", "triton", *REQUEST.check[2:]), (*REQUEST.check[:3], "mxfp4", None)):
         assert of_a_new_process(monkeypatch, REQUEST._replace(check=other)) == passed_now

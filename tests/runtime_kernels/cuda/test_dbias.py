@@ -9,12 +9,12 @@ import shutil
 import pytest
 import torch
 
-from q2compile.runtime_kernels.cuda import checked_cases
 from q2compile.runtime_kernels.numerics.column_sums import STRANDS, TILE, column_sums
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED
 from q2compile.runtime_kernels.ops.table import QuantizerCall
 from q2compile.runtime_kernels.registry import select
 from tests.support import quantizer_calls as calls
+from tests.support.checked_forms import BOTH, CHECKED
 from tests.support.emulation.on_cpu import assert_same_bits, launches_on_cpu, matrix
 from tests.support.pairwise import pairwise
 
@@ -135,7 +135,7 @@ def on_gpu(call: QuantizerCall) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     "scheme, dtype, shape",
     pairwise(
-        checked_cases.CHECKED[checked_cases.BOTH._replace(dbias=True)],
+        CHECKED[BOTH._replace(dbias=True)],
         [BF16, FP32],
         [(128, 128), (300, 201), (33, 517), (1, 1), (8200, 1000)],
     ),

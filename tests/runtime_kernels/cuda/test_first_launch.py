@@ -11,18 +11,21 @@ import pytest
 import torch
 
 from q2compile.runtime_kernels import registry
-from q2compile.runtime_kernels.cuda import check_results, checked_cases, selfcheck
+from q2compile.runtime_kernels.cuda import check_results, selfcheck
 from q2compile.runtime_kernels.cuda.gemm import first_launch
 from q2compile.runtime_kernels.cuda.gemm.first_launch import Factor, WrongError
 from q2compile.runtime_kernels.cuda.jit import launch
 from q2compile.runtime_kernels.kernel_states import DeviceLostError
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.registry import REFERENCE, KernelWarning
+from q2compile.runtime_kernels.small_calls import small_calls
 from tests.support import forked
+from tests.support.checked_forms import CHECKED, form
 from tests.support.new_process import forget_checks
 from tests.support.small_model import Mlp, results_of
 from tests.support.warned import texts
 
+PRODUCTS = "gemm", "gemm_masked_unrotate", "grouped_gemm"
 CPU = torch.device("cpu")
 ENDS = torch.tensor([0, 70, 70, 300, 520], dtype=torch.int32)  # 30 of 550 rows are in no group
 CHUNKS = torch.tensor([128, 128, 384, 512, 512], dtype=torch.int32)  # where they are contracted
@@ -232,8 +235,8 @@ def test_after_a_strike_the_check_s_process_runs_the_product_first(
 # ---- tiles of large products, in the self-check --------------------------------------------------
 
 
-@pytest.mark.parametrize("op", checked_cases.CASES)
-@pytest.mark.parametrize("scheme", checked_cases.CHECKED["gemm"])
+@pytest.mark.parametrize("op", PRODUCTS)
+@pytest.mark.parametrize("scheme", CHECKED["gemm"])
 def test_the_tile_of_large_products_is_checked(candidate, monkeypatch, op, scheme) -> None:
     """A kernel that is wrong only where it takes that tile: on one multiprocessor, for a
     contraction of whole tiles. With a bias, say, it has the same loop."""
@@ -248,21 +251,16 @@ def test_the_tile_of_large_products_is_checked(candidate, monkeypatch, op, schem
         return reference(*args) * (1.01 if is_large else 1)
 
     candidate(op, None, function=broken)
-    found = selfcheck.disagreement(op, "broken", CPU, scheme)
+    found = selfcheck.disagreement("broken", CPU, form(op, scheme))
     assert found is not None and found.endswith("by the tile of large products")
-    forms = {
-        "gemm": [(torch.float32, None, False)],
-        "gemm_masked_unrotate": [(torch.float32, None, False)],
-        "grouped_gemm": [("fprop", torch.float32)],
-    }
-    assert selfcheck.disagreement(op, "broken", CPU, scheme, forms[op]) is None
+    other = form(op, scheme, dtype=torch.float32)
+    assert selfcheck.disagreement("broken", CPU, other) is None
     assert (True, True) in seen and {whole for large, whole in seen if large} == {True}
 
 
-@pytest.mark.parametrize("op", checked_cases.CASES)
+@pytest.mark.parametrize("op", PRODUCTS)
 def test_right_kernels_agree_on_all_tiles(candidate, op) -> None:
     candidate(op, None, "right", function=registry.kernels(op)[-1].function)
-    form = next(f for f in checked_cases.FORMS_OF[op] if torch.bfloat16 in f)
-    cases = list(checked_cases.CASES[op]("nvfp4_46_pow2", [form]))
-    assert [case.in_training for case in cases].count(True) == 1
-    assert selfcheck.disagreement(op, "right", CPU, "nvfp4_46_pow2", [form]) is None
+    asked = form(op, "nvfp4_46_pow2")
+    assert [case.in_training for case in small_calls(asked)].count(True) == 1
+    assert selfcheck.disagreement("right", CPU, asked) is None

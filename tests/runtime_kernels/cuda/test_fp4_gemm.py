@@ -447,8 +447,8 @@ def test_groups_that_triton_does_not_multiply(gpu, monkeypatch, format_):
 def test_one_grouped_gemm_that_fails_is_in_bf16_and_the_others_in_fp4(gpu, monkeypatch, wrong):
     gpu((12, 0))
 
-    def disagreement(op, name, device, scheme, forms):
-        return "relative error 1.0e+00" if (name, forms[0][0]) == ("triton_fp4", wrong) else None
+    def disagreement(name, device, form):
+        return "relative error 1.0e+00" * ((name, form.args[9]) == ("triton_fp4", wrong)) or None
 
     monkeypatch.setattr("q2compile.runtime_kernels.cuda.selfcheck.disagreement", disagreement)
     args = on_gpu("grouped_gemm", SCHEME)
@@ -484,9 +484,9 @@ def test_one_form_that_fails_costs_that_form_alone(gpu, monkeypatch, wrong):
     gpu((10, 0))
     checks = []
 
-    def disagreement(op, name, device, scheme, forms):
-        checks.append((name, forms))
-        return "relative error 1.0e+00" if name == wrong and forms[0][0] == FP16 else None
+    def disagreement(name, device, form):
+        checks.append((name, form))
+        return "relative error 1.0e+00" * (name == wrong and form.args[9] == FP16) or None
 
     monkeypatch.setattr("q2compile.runtime_kernels.cuda.selfcheck.disagreement", disagreement)
     order = [k for k in ("cublaslt_fp4", "triton_fp4", "cuda_bf16", "reference") if k != wrong]

@@ -15,14 +15,14 @@ import torch
 from q2compile.report.report import RunReport
 from q2compile.report.row import Row
 from q2compile.runtime_kernels import choice, kernel_states, registry
-from q2compile.runtime_kernels.cuda import checked_cases, emulated, selfcheck
-from q2compile.runtime_kernels.cuda.checked_cases import op_of
+from q2compile.runtime_kernels.cuda import emulated, selfcheck
 from q2compile.runtime_kernels.cuda.gemm import triton_fp4
 from q2compile.runtime_kernels.cuda.jit import disassemble, launch, limits, nvrtc
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import rotate_launch
 from q2compile.runtime_kernels.kernel_states import KNOWN, disable, rejected
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.numerics.transforms import get_transform
+from tests.support.checked_forms import BOTH, checked_of, op_of
 from tests.support.new_process import forget_checks
 from tests.support.pretended_gpu import forget, on_gpu
 
@@ -99,7 +99,7 @@ def test_the_next_target_is_tried_where_the_driver_loads_none(
     monkeypatch.setattr(nvrtc, "cubin", lambda variant, architecture: architecture.encode())
     monkeypatch.setattr(selfcheck, "disagreement", lambda *what: None)
     forget()
-    args = on_gpu(checked_cases.BOTH, "nvfp4_ms_eden_pow2")
+    args = on_gpu(BOTH, "nvfp4_ms_eden_pow2")
     if target is None:
         with pytest.warns(RuntimeWarning, match="the driver loads no code for sm_100 "):
             assert registry.choose("quantize", args).name == "reference"
@@ -137,12 +137,11 @@ def test_later_gpus_of_a_family_have_all_kernels_after_their_checks(gpu, monkeyp
     gpu(capability)
     monkeypatch.setattr(selfcheck, "disagreement", lambda *what: None)
     monkeypatch.setattr(triton_fp4, "triton_version", lambda: (3, 8))
-    for of, schemes in checked_cases.CHECKED.items():
-        for scheme in schemes:
-            served = registry.choose(op_of(of), on_gpu(of, scheme)).name
-            want = {"gemm": "cublaslt_fp4" if scheme.startswith("nvfp4") else "triton_fp4"}
-            want |= dict.fromkeys(("gemm_masked_unrotate", "grouped_gemm"), "triton_fp4")
-            assert served == want.get(of, "cuda"), (of, scheme)
+    for of, scheme in checked_of():
+        served = registry.choose(op_of(of), on_gpu(of, scheme)).name
+        want = {"gemm": "cublaslt_fp4" if scheme.startswith("nvfp4") else "triton_fp4"}
+        want |= dict.fromkeys(("gemm_masked_unrotate", "grouped_gemm"), "triton_fp4")
+        assert served == want.get(of, "cuda"), (of, scheme)
     assert emulated.of_device(0) == []
 
 
@@ -154,7 +153,7 @@ def test_no_gpu_of_a_family_is_left_with_references(gpu, monkeypatch, capability
     monkeypatch.setattr(nvrtc, "version", lambda: version)
     forget()
     monkeypatch.setattr(selfcheck, "disagreement", lambda *what: None)
-    args = on_gpu(checked_cases.BOTH, "nvfp4_ms_eden_pow2")
+    args = on_gpu(BOTH, "nvfp4_ms_eden_pow2")
     assert registry.choose("quantize", args).name == "cuda"
     own = dict(nvrtc.conversions(launch.architecture(0)))["Q2_HW_FP4"]
     said = [text for text in emulated.of_device(0) if "by arithmetic: NVRTC" in text]

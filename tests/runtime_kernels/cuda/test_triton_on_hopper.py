@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import q2compile.runtime_kernels as runtime_kernels
-from q2compile.runtime_kernels.cuda.checked_cases import GEMM_ERROR
 from q2compile.runtime_kernels.cuda.gemm import grouped_triton_fp4, triton_fp4
+from q2compile.runtime_kernels.cuda.selfcheck import GEMM_ERROR
 from q2compile.runtime_kernels.numerics.layout import pack_bits
 from q2compile.runtime_kernels.registry import REFERENCE, select
 from tests.support.new_process import forget_checks

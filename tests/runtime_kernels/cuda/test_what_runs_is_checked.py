@@ -15,8 +15,7 @@ import torch
 
 from q2compile.runtime_kernels import registry
 from q2compile.runtime_kernels.cache_folder import cache_dir
-from q2compile.runtime_kernels.cuda import calls, checked_cases, checks, selfcheck
-from q2compile.runtime_kernels.cuda.check_results import Request
+from q2compile.runtime_kernels.cuda import calls, checks, selfcheck
 from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4, first_launch, swizzle
 from q2compile.runtime_kernels.cuda.gemm.first_launch import Factor, WrongError
 from q2compile.runtime_kernels.cuda.jit import launch
@@ -24,6 +23,14 @@ from q2compile.runtime_kernels.cuda.quantize import plan, quantizers
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, get_scheme
 from q2compile.runtime_kernels.registry import KernelWarning
 from tests.support import emulation
+from tests.support.checked_forms import (
+    CHECKED,
+    COLUMNWISE,
+    REQUANTIZED,
+    ROWWISE,
+    arguments_of,
+    form,
+)
 from tests.support.new_process import forget_checks
 from tests.support.pretended_gpu import on_gpu
 from tests.support.small_model import Mlp, results_of
@@ -52,7 +59,7 @@ def launch_emulated(monkeypatch, run) -> None:
         monkeypatch.setattr(module, "shared_memory", lambda index: 228 * 1024)
 
 
-OF_TILES = "quantize", "emulated", CPU, "nvfp4_ms_eden_pow2", checked_cases.COLUMNWISE
+OF_TILES = "emulated", CPU, form(COLUMNWISE, "nvfp4_ms_eden_pow2")
 TILES = 28  # where their number is among the parameters of rotate_quantize.cu
 
 
@@ -92,7 +99,7 @@ def test_training_goes_on_without_a_kernel_with_wrong_second_tiles(candidate, mo
     model, x = Mlp(), torch.randn(32, 64)
     want, grids = results_of(model, x), []
     launch_emulated(monkeypatch, first_tiles(grids))
-    request = Request(OF_TILES, selfcheck.__name__, OF_TILES)
+    request = selfcheck.request_of(*OF_TILES)
     unsupported = lambda *args: checks.rejection(request)  # noqa: E731
     candidate("quantize", None, "emulated", function=quantizers.quantize, unsupported=unsupported)
     with pytest.warns(KernelWarning) as caught:
@@ -242,7 +249,7 @@ def test_a_gemm_s_check_runs_in_memory_full_of_nan(candidate, monkeypatch) -> No
 
     monkeypatch.setattr(selfcheck, "empty", empty)
     candidate("gemm", None, function=adds)
-    what = "gemm", "broken", CPU, SCHEME, [(torch.bfloat16, None, False)]
+    what = "broken", CPU, form("gemm", SCHEME)
     assert selfcheck.disagreement(*what) is None and memory == []
     monkeypatch.setattr(selfcheck, "reuses_memory", lambda device: True)
     found = selfcheck.disagreement(*what)
@@ -339,30 +346,29 @@ def test_transform_dtype_and_alignment_are_checked_apart(gpu, monkeypatch) -> No
     """The usual way is the variant alone; another one is another check, with operands like it."""
     gpu((9, 0))
     ran = []
-    monkeypatch.setattr(selfcheck, "disagreement", lambda *what: ran.append(what[4]))
-    variant = checked_cases.COLUMNWISE
+    monkeypatch.setattr(selfcheck, "disagreement", lambda *what: ran.append(what[2]))
+    scheme = "nvfp4_ms_eden_pow2"
     ways = [
         *[("rht128", torch.bfloat16, True), ("rht16", torch.bfloat16, True)],
         *[("rht128", torch.float16, True), ("rht128", torch.float32, True)],
         ("rht128", torch.bfloat16, False),
     ]
-    for way in ways:
-        of = checked_cases.used(variant, *way)
-        args = on_gpu(of, "nvfp4_ms_eden_pow2")
+    asked = [{"transform": t, "x": dtype, "aligned": aligned} for t, dtype, aligned in ways]
+    for way in asked:
+        args = on_gpu(COLUMNWISE, scheme, **way)
         assert [registry.choose("quantize", args).name for _ in range(2)] == ["cuda"] * 2
-    assert ran == [variant, *(checked_cases.CheckKey(variant, *way) for way in ways[1:])]
-    assert str(ran[-1]) == "quantize columnwise rotated, rht128, torch.bfloat16, unaligned"
+    assert ran == [form(COLUMNWISE, scheme, **way) for way in asked]
+    end = "nvfp4_ms_eden_pow2, rht128, x in torch.bfloat16, unaligned"
+    assert str(ran[-1]) == f"quantize columnwise rotated, {end}"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("vectors", [True, False])
 def test_operands_of_a_check_are_as_it_says(dtype, vectors) -> None:
-    of = checked_cases.used(checked_cases.ROWWISE, "none", dtype, vectors)
-    x, *_ = checked_cases.arguments_of(of, "nvfp4_46")
+    x, *_ = arguments_of(ROWWISE, "nvfp4_46", x=dtype, aligned=vectors)
     assert x.dtype == dtype and (x.stride(0) * x.element_size() % 16 == 0) == vectors
-    again = checked_cases.REQUANTIZED._replace(by_scales=True)
-    of = checked_cases.used(again, "rht16", vectors=vectors)
-    x, *_ = args = checked_cases.arguments_of(of, "nvfp4_sr_pow2")
+    again = REQUANTIZED._replace(by_scales=True)
+    x, *_ = args = arguments_of(again, "nvfp4_sr_pow2", transform="rht16", aligned=vectors)
     assert (x.shape[1] % 8 == 0) == vectors and len(registry.call_op("requantize", args)) == 3
 
 
@@ -373,6 +379,12 @@ OTHER_KERNELS = {
     "dequantize of all columns": lambda args: args[4] == 2 * args[0].shape[1],
     "masked_unrotate": lambda args: args[0].dtype == torch.float32,
     "transpose": lambda args: not args[4],
+}
+OTHER_FORMS = {
+    "dequantize": {"dtype": torch.float32, "cols": False},
+    "dequantize of all columns": {},  # it is not known, so both are checked
+    "masked_unrotate": {"grad": torch.float32},
+    "transpose": {"swizzled": False},
 }
 
 
@@ -391,6 +403,5 @@ def test_every_kernel_of_an_op_is_checked(candidate, which) -> None:
         return tuple(spoiled) if isinstance(made, tuple) else spoiled[0]
 
     candidate(op, None, function=broken)
-    scheme = checked_cases.CHECKED[op][0]
-    found = selfcheck.disagreement(op, "broken", CPU, scheme)
+    found = selfcheck.disagreement("broken", CPU, form(op, CHECKED[op][0], **OTHER_FORMS[which]))
     assert found is not None and "differ from the reference" in found
