@@ -50,7 +50,7 @@ from workloads import (
 )
 
 from q2compile.cost_model.devices import DATA_SHEETS, H200, PIPE_SHARE, Device
-from q2compile.cost_model.layer import Layer
+from q2compile.cost_model.layer import HOPPER, Layer
 from q2compile.cost_model.predict import predict
 from q2compile.cost_model.prices import bf16_steps, recipe_steps
 from q2compile.cost_model.quantizers import counted as instructions_counted
@@ -103,7 +103,7 @@ def llama(
     """(count, linear) of a Llama."""
 
     def of(n: int, k: int, **how: Any) -> Layer:
-        return Layer(tokens, n, k, emulated=True, **how)
+        return Layer(tokens, n, k, capability=HOPPER, **how)
 
     return [
         (layers, of(hidden, hidden, x_users=3)),  # q
@@ -151,10 +151,10 @@ def linears() -> Iterator[Compared]:
         *(tokens, 2 * EXPERT_WIDTH, MOE_WIDTH, EXPERTS),
         grouped=True,
         x_fuses=False,
-        emulated=True,
+        capability=HOPPER,
     )
     layers = {"moe_grouped_gemm": experts} | {
-        f"linear_4096_{n}": Layer(LINEAR_TOKENS, n, 4096, emulated=True, x_fuses=False)
+        f"linear_4096_{n}": Layer(LINEAR_TOKENS, n, 4096, capability=HOPPER, x_fuses=False)
         for n in (4096, 14336)
     }
     for row in [*rows_of("models.json"), *rows_of("moe.json")]:
@@ -191,7 +191,7 @@ PER_LINEAR = "host_us_per_linear"
 
 def of_the_host() -> Iterator[Compared]:
     """Host microseconds of one linear of a training step."""
-    layer = Layer(128, 128, 128, bias=True, emulated=True)
+    layer = Layer(128, 128, 128, bias=True, capability=HOPPER)
     for row in rows_of("steps.json"):
         if row["name"] == PER_LINEAR:
             *_, own, bf16 = _times("quartet2", [(1, layer)])
@@ -274,7 +274,9 @@ def accumulated(device: Device) -> str:
                 count * step.seconds(device)
                 for count, layer in layers
                 for step in recipe_steps(
-                    resolve(recipe), replace(layer, emulated=False, w_quantized=times), GEMMS
+                    resolve(recipe),
+                    replace(layer, capability=device.capability, w_quantized=times),
+                    GEMMS,
                 )
             )
             for times in (1, 0)

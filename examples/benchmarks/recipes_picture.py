@@ -61,7 +61,9 @@ class Column:
 
 def times() -> dict[str, float]:
     """Predicted time of the linears of the 8B Llama on a B200, over BF16's."""
-    layers = [(n, replace(own, emulated=False)) for n, own in linears_of(LLAMA_8B, LLAMA_8B_TOKENS)]
+    capability = B200.capability
+    linears = linears_of(LLAMA_8B, LLAMA_8B_TOKENS)
+    layers = [(n, replace(own, capability=capability)) for n, own in linears]
     bf16 = sum(n * s.seconds(B200) for n, own in layers for s in bf16_steps(own, GEMMS))
     return {
         name: sum(

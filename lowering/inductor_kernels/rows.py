@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from q2compile.lowering.inductor_kernels import selfcheck
+from q2compile.lowering.inductor_kernels import fusion_gain, selfcheck
+from q2compile.lowering.inductor_kernels.fusion_gain import Producer
 from q2compile.runtime_kernels.choice import InGraph, choose, generated_kernel
 from q2compile.runtime_kernels.cuda.jit.limits import capability_of, why_no_fp8
 from q2compile.runtime_kernels.kernel_states import assumed_capability
@@ -28,15 +29,20 @@ def why_not_amax(graph: InGraph, x: torch.Tensor) -> str | None:
 
 @generated_kernel(QUANTIZE, INDUCTOR)
 def why_not_quantizer(graph: InGraph, *args: Any) -> str | None:
-    """It is instead of a CUDA kernel only for nvfp4, if there is a producer of x to fuse with."""
+    """It is instead of a CUDA kernel only for nvfp4, if that is faster with the producer of x."""
     call = QuantizerCall.of(QUANTIZE, args)
     why = why_not_generated(call.x.device, call) or _why_not_empty(call.x)
     if why is not None:
         return why
-    if call.scheme.format != "nvfp4" or not graph.is_computed:
+    slower: str | None = "it is no faster where nothing is fused"
+    if call.scheme.format == "nvfp4" and graph.producer is not None:
+        on_gpu = call.x.device.type == "cuda"
+        major = capability_of(call.x.device)[0] if on_gpu else 0
+        slower = fusion_gain.why_not(call.scheme, Producer(*graph.producer), major)
+    if slower is not None:
         other = choose(QUANTIZE, call.replace(recorded=False).positional).name
         if other not in (CPP, REFERENCE):
-            return f"kernel {other!r} is as fast where nothing is fused"
+            return f"{slower}; kernel {other!r} serves"
     return None if assumed_capability() else selfcheck.rejection(call.x.device, call)
 
 

@@ -58,8 +58,8 @@ from q2compile.runtime_kernels.ops.table import QUANTIZE, QuantizerCall
 from q2compile.runtime_kernels.registry import FUSED
 
 # By major compute capability; where no other is known, the GPU to whom bytes are cheapest.
-_INSTRUCTIONS_A_BYTE = {8: 8.0, 9: 5.9, 10: 3.3, 12: 22.0}
-_CHEAPEST = min(_INSTRUCTIONS_A_BYTE.values())
+INSTRUCTIONS_A_BYTE = {8: 8.0, 9: 5.9, 10: 3.3, 12: 22.0}
+_CHEAPEST = min(INSTRUCTIONS_A_BYTE.values())
 MARGIN = 0.95  # for errors of the rule
 # Q, of one operand and of both.
 _QUANTIZER = {"ms_eden": (26.0, 49.0), "sr": (38.5, 77.5), "rtn": (17.0, 35.0)}
@@ -119,7 +119,7 @@ def expected(
     shared: bool = False,
 ) -> float:
     """The time of the fused kernels over that of the others."""
-    rate = _INSTRUCTIONS_A_BYTE.get(capability, _CHEAPEST)
+    rate = INSTRUCTIONS_A_BYTE.get(capability, _CHEAPEST)
     size, read, made = expression.dtype.itemsize, bytes_read(expression), instructions(expression)
     # If another quantizer reads the operand, Inductor's longer code runs in that one's kernel.
     count, apart = len(expression.results), instructions(expression, by_inductor=not shared)

@@ -18,6 +18,7 @@ from q2compile.linear.autograd import LinearFunction
 from q2compile.linear.dense import quantize_weight
 from q2compile.linear.experts import GroupedLinearFunction
 from q2compile.lowering.inductor_kernels import rows  # noqa: F401  registers Inductor kernels
+from q2compile.lowering.inductor_kernels.fusion_gain import Producer
 from q2compile.passes import PassConditions, passes_over
 from q2compile.recipes.recipe import GEMMS, Recipe
 from q2compile.runtime_kernels.choice import InGraph
@@ -40,8 +41,8 @@ _GPU = torch.device("cuda")
 # T, N, K and experts of the layer that is traced. Its T is of whole chunks, and above the size from
 # which on no chunk is filled up (`linear.autograd.of_rows`).
 _T, _N, _K, _EXPERTS = 1024, 512, 256, 2
-# The GPUs that stand for those with fp4 tensor cores, and without.
-_BLACKWELL, _HOPPER = (10, 0), (9, 0)
+# Major compute capabilities. The former also stands for what is older.
+HOPPER, BLACKWELL = 9, 10
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Layer:
     in a forward and backward.
 
     grouped: its GEMMs are grouped ones.  x_fuses: something computes x, that its quantizer may be
-    part of.  emulated: the GPU has no fp4 tensor cores, so GEMMs multiply dequantized operands."""
+    part of.  capability: major, of the GPU."""
 
     t: Any
     n: Any
@@ -61,7 +62,12 @@ class Layer:
     grouped: bool = False
     bias: bool = False
     x_fuses: bool = True
-    emulated: bool = False
+    capability: int = BLACKWELL
+
+    @property
+    def emulated(self) -> bool:
+        """Whether the GPU has no fp4 tensor cores, so that GEMMs multiply dequantized operands."""
+        return self.capability < BLACKWELL
 
     def elements(self, role: str) -> Any:
         """Elements of x, w, dy, or y."""
@@ -99,11 +105,11 @@ class _Context:
 
 @lru_cache(maxsize=256)
 def traced(
-    recipe: Recipe, gemms: tuple[str, ...], grouped: bool, bias: bool, cached: bool, emulated: bool
+    recipe: Recipe, gemms: tuple[str, ...], grouped: bool, bias: bool, cached: bool, capability: int
 ) -> list[TracedGraph]:
     """The forward of a layer, and its backward if one is wanted, after the passes of training or
-    of inference. cached: the codes of w are an input."""
-    with assumed_gpu(_HOPPER if emulated else _BLACKWELL):
+    of inference. cached: the codes of w are an input. capability: major, of the GPU."""
+    with assumed_gpu((max(capability, HOPPER), 0)):
         graphs, known = layer_graphs(recipe, gemms, grouped, bias, cached)
         return [TracedGraph(m.graph, _roles(m.graph, known), _fused(m.graph)) for m in graphs]
 
@@ -145,7 +151,7 @@ def _fused(graph: fx.Graph) -> set[fx.Node]:
         node
         for node, call in found.items()
         if sum(user in found for user in call.x.users) == 1
-        and choice_of(call.spec.name, call.positional, InGraph(is_computed=True)).name == INDUCTOR
+        and choice_of(call.spec.name, call.positional, InGraph(Producer())).name == INDUCTOR
     }
 
 

@@ -100,11 +100,11 @@ def predict(
     symbolic = Layer(t, n, k, experts, grouped=len(shape) == 4, **layer)
     concrete = replace(symbolic, **dict(zip("tnk", hints, strict=True)))
     steps = recipe_steps(recipe, symbolic, gemms)
-    either = {
-        emulated: recipe_steps(recipe, replace(concrete, emulated=emulated), gemms)
-        for emulated in (False, True)
+    each = {
+        capability: recipe_steps(recipe, replace(concrete, capability=capability), gemms)
+        for capability in {device.capability for device in DATA_SHEETS}
     }
-    own = {device: either[device.emulates] for device in DATA_SHEETS}
+    own = {device: each[device.capability] for device in DATA_SHEETS}
     bf16 = dict.fromkeys(DATA_SHEETS, bf16_steps(concrete, gemms))
     at = {str(n): hint for n, hint in zip(shape[-3:], hints, strict=True) if str(n) != str(hint)}
     return Prediction(

@@ -38,7 +38,6 @@ from q2compile.cost_model.devices import TRANSPOSE_REACH
 from q2compile.cost_model.layer import RESULT, Layer, TracedGraph, gemm_of, multiplies, traced
 from q2compile.cost_model.quantizers import (
     BF16,
-    GENERATED_INSTRUCTIONS,
     HIGH,
     ROWS_UNROTATED,
     Quantizer,
@@ -49,6 +48,7 @@ from q2compile.cost_model.step import DISPATCHED, FUSED, TORCH, Step
 from q2compile.graph.node_meta import ALPHA_FROM, LAUNCH_GROUP
 from q2compile.graph.nodes import GEMM_OPS, is_q2, named_arguments
 from q2compile.graph.quantizers import quantizer_of
+from q2compile.lowering.inductor_kernels.fusion_gain import GENERATED_INSTRUCTIONS
 from q2compile.recipes.recipe import GEMMS, Recipe
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, Scheme, get_scheme
 from q2compile.runtime_kernels.ops.table import (
@@ -77,7 +77,7 @@ def bf16_steps(layer: Layer, gemms: Iterable[str]) -> list[Step]:
 
 def recipe_steps(recipe: Recipe, layer: Layer, gemms: Iterable[str]) -> list[Step]:
     """The kernels of a quantized linear, for those of its GEMMs that are wanted."""
-    traits = layer.grouped, layer.bias, layer.w_quantized == 0, layer.emulated
+    traits = layer.grouped, layer.bias, layer.w_quantized == 0, layer.capability
     forward, *backward = traced(recipe, tuple(gemms), *traits)
     steps = _steps_of(forward, layer, layer.w_quantized)
     return steps + [step for graph in backward for step in _steps_of(graph, layer)]

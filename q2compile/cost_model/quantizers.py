@@ -27,13 +27,6 @@ ROWS_UNROTATED = "both, rows unrotated"
 # exchanges between lanes, also those that kernels without dbias save in chunks of 128 (tile.cuh,
 # kSwaps). tests/runtime_kernels/cuda/test_dbias_static.py counts them.
 DBIAS_INSTRUCTIONS = {"sm_90a": 3.6, "sm_100a": 1.4, "sm_120a": 1.8}
-# Instructions per element of the quantizers that Inductor generates (torch 2.13, Triton 3.6).
-# tests/lowering/test_lowering.py counts them.
-GENERATED_INSTRUCTIONS = {
-    "nvfp4": {"sm_90a": 18.8, "sm_100a": 15.8, "sm_120a": 16.1},
-    "nvfp4_46": {"sm_90a": 31.8, "sm_100a": 31.8, "sm_120a": 32.2},
-    "nvfp4_search": {"sm_90a": 85.2, "sm_100a": 79.2, "sm_120a": 79.5},
-}
 _PARTIAL_SUM_BITS = Fraction(2 * 32, 128)  # bits per element of partial sums, written and read
 _ROOM = 228 * 1024  # any value: shared memory does not change the number of launches
 

@@ -15,11 +15,11 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from q2compile.runtime_kernels import registry
 from q2compile.runtime_kernels.choice import InGraph, choose, generated_kernel
-from q2compile.runtime_kernels.cuda import checked_cases
 from q2compile.runtime_kernels.kernel_states import AWAITED, KNOWN, Result, awaited_in, disable
 from q2compile.runtime_kernels.registry import CPP, KERNELS, KernelWarning
+from tests.support.checked_forms import arguments_of
 
-ARGS = checked_cases.arguments_of("gemm", "nvfp4_46_pow2")
+ARGS = arguments_of("gemm", "nvfp4_46_pow2")
 
 
 def chosen(**how: Any) -> str:

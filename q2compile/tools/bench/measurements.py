@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from q2compile.cost_model.devices import LAUNCH_SECONDS, Device
-from q2compile.cost_model.layer import Layer
+from q2compile.cost_model.layer import BLACKWELL, HOPPER, Layer
 from q2compile.cost_model.predict import Prediction, predict
 from q2compile.cost_model.prices import recipe_steps
 from q2compile.recipes.published import RECIPES
@@ -173,7 +173,7 @@ def _predicted_product(
 ) -> float | None:
     if sheet is None or (sheet.emulates and name in _OF_CODES):
         return None
-    layer = Layer(*shape, emulated=name not in _OF_CODES)
+    layer = Layer(*shape, capability=BLACKWELL if name in _OF_CODES else HOPPER)
     steps = recipe_steps(resolve(_RECIPE_OF[format]), layer, ["fprop"])
     asked = [s for s in steps if s.what == "fprop"]
     # By a launch of their own: no quantizer is there whose last one could.

@@ -13,16 +13,24 @@ import q2compile
 from q2compile.capture.module_names import Names
 from q2compile.cost_model import devices
 from q2compile.cost_model.devices import ASSUMPTIONS, DEVICES
-from q2compile.cost_model.layer import Layer
+from q2compile.cost_model.layer import HOPPER, Layer
 from q2compile.cost_model.predict import predict
 from q2compile.cost_model.prices import bf16_steps, recipe_steps
 from q2compile.cost_model.quantizers import Quantizer
 from q2compile.cost_model.step import DISPATCHED, FUSED, TORCH, Step
+from q2compile.lowering.inductor_kernels import fusion_gain
+from q2compile.lowering.inductor_kernels.fusion_gain import Producer
 from q2compile.recipes.policy import Policy
 from q2compile.recipes.resolve import resolve
 from q2compile.rewrite import decide
 from q2compile.rewrite.decide import why_left
 from q2compile.rewrite.rewrite_graph import rewrite
+from q2compile.runtime_kernels.choice import InGraph, choose
+from q2compile.runtime_kernels.kernel_states import assumed_gpu
+from q2compile.runtime_kernels.numerics.schemes import get_scheme
+from q2compile.runtime_kernels.ops.table import rowwise_call
+from q2compile.runtime_kernels.registry import CUDA, INDUCTOR
+from q2compile.torch_internals.private_names import FakeTensorMode
 from tests.support.page_data import data_of
 
 B200, RTX5090 = DEVICES
@@ -36,7 +44,7 @@ def test_bytes_and_flops_of_quartet2_by_hand():
     scale has 4.5 bits, fp32 block scales written and read 4 more, bf16 16. The two operands of dy
     take 2 * 8.5."""
     x, w, dy = T * K, N * K, T * N
-    forward = 8.5 * x + (16 + 8.5) * w + (4.5 * x + 4.5 * w + 16 * dy)
+    forward = (16 + 8.5) * x + (16 + 8.5) * w + (4.5 * x + 4.5 * w + 16 * dy)
     dgrad = (16 + 17) * dy + (4.5 + 8.5) * w + (4.5 * dy + 4.5 * w + 16 * x)
     wgrad = (4.5 + 8.5) * x + (4.5 * dy + 4.5 * x + 16 * w)
     prediction = predict(QUARTET2, (T, N, K))
@@ -83,7 +91,7 @@ def test_bytes_of_other_recipes_by_hand(recipe):
     assert predict(resolve(recipe), (T, N, K)).bytes == expected
 
 
-@pytest.mark.parametrize("other", [{"emulated": True}, {"grouped": True}])
+@pytest.mark.parametrize("other", [{"capability": HOPPER}, {"grouped": True}])
 def test_a_mask_that_no_epilogue_reads_takes_a_kernel(other):
     """In dgrad and wgrad the kernel reads the product and the mask, and writes the result."""
     steps = recipe_steps(resolve("quartet"), Layer(T, N, K, **other), ALL)
@@ -210,7 +218,7 @@ def test_a_bias_costs_next_to_nothing_where_the_quantizer_sums():
 
 def test_emulated_gemms_are_bf16s():
     """On an H200: the backward's quantizers write bf16, the forward's codes are dequantized."""
-    layer = Layer(T, N, K, emulated=True)
+    layer = Layer(T, N, K, capability=HOPPER)
     found = {s.what: s for s in recipe_steps(QUARTET2, layer, ALL)}
     x, w, dy = T * K, N * K, T * N
     assert found["dequantize x"].bits == (4.5 + 16) * x
@@ -233,7 +241,7 @@ def test_emulated_gemms_are_bf16s():
 
 def test_gemms_of_mxfp4_are_fp8s_on_a_hopper():
     """Their operands are made e4m3 by two launches, the first of which reads scales."""
-    layer = Layer(T, N, K, emulated=True)
+    layer = Layer(T, N, K, capability=HOPPER)
     found = {s.what: s for s in recipe_steps(resolve("mxfp4"), layer, ALL)}
     product, elements = found["dgrad"], found["e4m3 dy"]
     assert (product.kind, product.launches) == ("fp8", 1)
@@ -261,7 +269,7 @@ def test_what_makes_it_faster():
 def test_a_linear_of_4096_gains_what_these_rates_allow():
     """8192 rows: 3.0 times BF16 on an RTX 5090, 1.8 on a B200. The authors of Quartet II report 4.2
     and up to 2.5 for the layers of a 22B model, by GEMMs of their own; 2.3 and 3.35 here."""
-    assert speeds(8192, 4096, 4096) == pytest.approx([1.78, 2.99], abs=0.02)
+    assert speeds(8192, 4096, 4096) == pytest.approx([1.84, 2.99], abs=0.02)
     assert speeds(16384, 24576, 6144) == pytest.approx([2.34, 3.35], abs=0.02)
     assert max(speeds(2**20, 2**15, 2**15)) < 3.69  # the ratio of the rates
 
@@ -325,8 +333,11 @@ def test_an_x_that_lies_in_memory_is_read():
         def forward(self, x):
             return self.head(self.down(torch.nn.functional.silu(self.up(x))).view(-1, 256))
 
-    rows = rows_of(Mlp(), torch.empty(T, 256, requires_grad=True))
-    read, fused = (predict(QUARTET2, (T, 256, 256), x_fuses=fuses) for fuses in (False, True))
+    recipe = "quartet2_search"  # whose quantizer of x is fused on a B200, too
+    rows = rows_of(Mlp(), torch.empty(T, 256, requires_grad=True), recipe=recipe)
+    read, fused = (
+        predict(resolve(recipe), (T, 256, 256), x_fuses=fuses) for fuses in (False, True)
+    )
     assert [row.bytes for row in rows] == [int(p.bytes) for p in (read, fused, read)]
     assert read.bytes - fused.bytes == 2 * T * 256
 
@@ -486,3 +497,33 @@ def test_wrong_uses_of_auto():
     with pytest.raises(ValueError, match="auto"):
         q2compile.Config(policy={"*": {"fprop": "auto"}})
     assert not Policy.build("bf16", {"*": "auto"}, "pow2").resolve("a")[0].quantizes
+
+
+@pytest.mark.parametrize(
+    "capability, producer, ratio",
+    [(10, Producer(), 1.50), (12, Producer(), 0.41), (9, Producer(), 0.85)]
+    + [(10, Producer(20.0, 4.0), 1.62), (9, Producer(20.0, 4.0), 0.92), (8, Producer(), 0.0)],
+)
+def test_where_a_generated_quantizer_of_x_pays(capability, producer, ratio) -> None:
+    """Behind an RMSNorm, and behind silu(gate) * up. On a B200 a CUDA kernel reads x instead; the
+    scale search, whose CUDA kernel has as many instructions, stays fused."""
+    scheme, search = get_scheme("nvfp4_46_pow2"), get_scheme("nvfp4_search_pow2")
+    assert fusion_gain.expected(scheme, producer, capability) == pytest.approx(ratio, abs=0.01)
+    assert fusion_gain.expected(search, producer, capability) == 0.0
+    graph = InGraph(producer)
+    with assumed_gpu((capability, 0)), FakeTensorMode():
+        x = torch.empty(32, 64, device="cuda", dtype=torch.bfloat16)
+        found = {
+            spec.name: choose("quantize", rowwise_call(spec.name, x).positional, graph)
+            for spec in (scheme, search)
+        }
+    assert found[search.name].name == INDUCTOR
+    assert found[scheme.name].name == (CUDA if ratio > 1.05 else INDUCTOR)
+    if ratio > 1.05:
+        assert f"{ratio:.2f}" in found[scheme.name].why_not[INDUCTOR]
+
+
+def test_the_cuda_quantizer_of_x_has_the_instructions_that_were_counted() -> None:
+    own = Quantizer("row", "nvfp4_46_pow2", "none")
+    for architecture, known in fusion_gain.CUDA_INSTRUCTIONS["nvfp4_46"].items():
+        assert own.instructions(architecture) == pytest.approx(known, abs=0.1)

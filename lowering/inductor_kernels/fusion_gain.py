@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether it pays that Inductor generates a quantizer as a part of the kernel that computes its
+operand, where a CUDA kernel could read the operand from memory instead.
+
+A generated kernel moves fewer bytes, and has more instructions per element: it rounds for both
+candidates of 4/6, and packs by shifts. So it depends on the instructions that a GPU issues while it
+moves a byte (`fusion_rule.INSTRUCTIONS_A_BYTE`). In that unit, with P instructions and R bytes of
+the producer per element, G and C instructions of the generated and the CUDA quantizer, and W bytes
+written, of an operand of 2 bytes:
+
+    fused      max((P + G) / i, R + W)
+    unfused    max(P / i, R + 2) + max(C / i, 2 + W)
+
+Behind an RMSNorm the ratio is 1.5 on a B200 (an audit of machine code: 60 and 40 us for 8192 x
+4096) and 0.4 on an RTX 5090 (69 and 160 us). On an H200 it is .85, and .92 behind
+silu(g) * u, where the fused kernel takes 2.24 copies of the tensor, and two kernels take 2.68.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from q2compile.lowering.prologue.fusion_rule import INSTRUCTIONS_A_BYTE
+from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, Scheme
+
+# G by architecture (torch 2.13, Triton 3.6). tests/lowering/test_lowering.py counts them.
+GENERATED_INSTRUCTIONS = {
+    "nvfp4": {"sm_90a": 18.8, "sm_100a": 15.8, "sm_120a": 16.1},
+    "nvfp4_46": {"sm_90a": 31.8, "sm_100a": 31.8, "sm_120a": 32.2},
+    "nvfp4_search": {"sm_90a": 85.2, "sm_100a": 79.2, "sm_120a": 79.5},
+}
+_ARCHITECTURES = {9: "sm_90a", 10: "sm_100a", 12: "sm_120a"}
+# C, of the recipes' quantizer of x. tests/q2compile/cost_model/test_cost_model.py compares it with
+# what is counted.
+CUDA_INSTRUCTIONS = {"nvfp4_46": {"sm_90a": 21.1, "sm_100a": 12.0, "sm_120a": 14.7}}
+_OPERAND, _WRITTEN = 2.0, 0.81  # bytes; codes, and raw scales written and read
+_MARGIN = 1.05  # for errors of the rule
+
+
+class Producer(NamedTuple):
+    """What computes an operand, per element of it: by default, the end of an RMSNorm."""
+
+    instructions: float = 6.0
+    bytes_read: float = 2.0
+
+
+def why_not(scheme: Scheme, producer: Producer, capability: int) -> str | None:
+    """None when the generated kernel is expected to take no more than two kernels, otherwise the
+    reason in words. capability: the major compute capability of the GPU."""
+    ratio = expected(scheme, producer, capability)
+    if ratio <= _MARGIN:
+        return None
+    return (
+        f"fused into {producer.instructions:.0f} instructions on {producer.bytes_read:.1f} bytes "
+        f"per element it is expected to take {ratio:.2f} of the time of two kernels"
+    )
+
+
+def expected(scheme: Scheme, producer: Producer, capability: int) -> float:
+    """The time of the generated kernel over that of two kernels; 0 where nothing is counted."""
+    name = scheme.name.removesuffix(SWIZZLED).removesuffix("_pow2")
+    architecture = _ARCHITECTURES.get(capability)
+    if name not in CUDA_INSTRUCTIONS or architecture is None:
+        return 0.0
+    generated = GENERATED_INSTRUCTIONS[name][architecture]
+    rate, (made, read) = INSTRUCTIONS_A_BYTE[capability], producer
+    fused = max((made + generated) / rate, read + _WRITTEN)
+    unfused = max(made / rate, read + _OPERAND)
+    unfused += max(CUDA_INSTRUCTIONS[name][architecture] / rate, _OPERAND + _WRITTEN)
+    return fused / unfused
