@@ -26,11 +26,15 @@ PIP := PIP_CONSTRAINT=$(PINS) $(BIN)/pip install --quiet $(PIP_OPTIONS)
 # mypy cannot follow [tool.setuptools.package-dir], so `lint` gives it the installed layout as links.
 TYPED := build/typed
 
-# What stands on torch's internals: capture, rewrite, passes, lowering, recipes, numerics, ways to
-# compile, faults; and on its NVRTC: machine code, PTX. The rest of the tests stands on these, or on no
-# torch but its public functions.
-INTERNALS := $(addprefix tests/q2compile/,capture rewrite passes compiler recipes torch_internals \
-    failures) $(addprefix tests/runtime_kernels/,numerics cuda/test_dbias_static.py \
+# What another torch can break: capture, rewrite, patches, the graphs that AOTAutograd hands to passes and
+# how it partitions them, the code that Inductor writes (test_kernel_counts.py counts it with and without
+# each pass), ways to compile; the numbers of its ops; and through its NVRTC machine code and PTX. The
+# other tests stand on these, on graphs built by hand, or on no torch but its public functions.
+INTERNALS := $(addprefix tests/q2compile/,capture rewrite torch_internals failures \
+    $(addprefix compiler/test_,cache_key.py caches.py kernel_counts.py nothing_taken.py short_sums.py) \
+    $(addprefix passes/test_,concatenate_last.py fuse_rotations.py gather_scattered.py joint_passes.py \
+    passes.py quantize_shards.py recompute_mask.py saved_weights.py tabulate.py)) \
+    $(addprefix tests/runtime_kernels/,numerics cuda/test_dbias_static.py \
     cuda/test_ptx_kernels.py cuda/test_ptx_training.py \
     cuda/test_cuda_static.py::test_spills_and_instructions_are_those_recorded) \
     tests/lowering tests/end_to_end/test_ways_to_compile.py
