@@ -42,7 +42,8 @@ INTERNALS := $(addprefix tests/q2compile/,capture rewrite torch_internals failur
 # What a change most likely breaks: recipes, numerics, schemas, capture, rewrite, passes, the goldens of
 # graphs and launches, the rules of the house. No file of it compiles many graphs.
 QUICK := $(addprefix tests/,test_house.py test_names.py q2compile/test_config.py \
-    q2compile/cost_model/test_predictions.py q2compile/recipes q2compile/rewrite \
+    q2compile/cost_model/test_predictions.py q2compile/rewrite \
+    q2compile/recipes/test_policy.py q2compile/recipes/test_recipes.py \
     q2compile/passes/test_passes.py q2compile/capture/test_spellings.py \
     q2compile/compiler/test_blackwell_code.py q2compile/compiler/test_checks_of_a_graph.py \
     q2compile/linear/test_dense.py q2compile/report/test_dump_report.py \
