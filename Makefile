@@ -34,10 +34,10 @@ INTERNALS := $(addprefix tests/q2compile/,capture rewrite torch_internals failur
     $(addprefix compiler/test_,cache_key.py caches.py kernel_counts.py nothing_taken.py short_sums.py) \
     $(addprefix passes/test_,concatenate_last.py fuse_rotations.py gather_scattered.py joint_passes.py \
     passes.py quantize_shards.py recompute_mask.py saved_weights.py tabulate.py)) \
-    $(addprefix tests/runtime_kernels/,numerics cuda/test_dbias_static.py \
-    cuda/test_ptx_kernels.py cuda/test_ptx_training.py \
+    $(addprefix tests/runtime_kernels/,numerics cuda/test_dbias_static.py cuda/test_ptx_training.py \
     cuda/test_cuda_static.py::test_spills_and_instructions_are_those_recorded) \
-    tests/lowering tests/end_to_end/test_ways_to_compile.py
+    $(addprefix tests/lowering/test_,fp8_kernels.py fused_launches.py gathered.py launch_counts.py \
+    launches.py lowering.py ptx_of_inductor.py state.py) tests/end_to_end/test_ways_to_compile.py
 
 # What a change most likely breaks: recipes, numerics, schemas, capture, rewrite, passes, the goldens of
 # graphs and launches, the rules of the house. No file of it compiles many graphs.
