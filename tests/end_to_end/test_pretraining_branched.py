@@ -198,8 +198,8 @@ def test_a_page_of_runs_without_bf16_has_no_curves_over_it(branched: Path, tmp_p
     assert not list(tmp_path.glob("gaps-*.png"))
 
 
-# Arms of the plan that train here: another recipe, linear layers with a state of their own, and with
-# one that is measured before the first step. test_pretraining_linears.py has every class of them.
+# Arms of the plan that train here: another recipe, and linear layers with a state of their own or
+# with one that is measured first. test_pretraining_linears.py has each class of linear layer.
 ARMS = {
     "mxfp4_2d-signs-per-step",
     "quartet2-search-error-feedback",
