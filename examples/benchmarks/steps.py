@@ -21,6 +21,7 @@ said otherwise. Names, and the rows that each makes:
     8b_unfused      llama_8b_step_unfused: fuse_rotations=False, likewise
     8b_fp8          fp8_8b_step, quartet2_fp8_8b_step: those recipes, likewise
     8b_mxfp4        mxfp4_2d_8b_step, likewise;  8b_mxfp4_others: mxfp4_8b_step, quartet_8b_step
+    8b_8layers      RECIPE_8b_8layers_step: 8 of those layers, beside torchao's float8 training
     accumulation    RECIPE_accumulation_N, RECIPE_accumulation_N_cached: quartet2 and nvfp4 with
                     steps of N micro-batches of `8b`, 8 layers; with cache_weights=True
     fused           fused_llama_step, fused_llama_first_step: `llama` with fuse_rotations over
@@ -30,11 +31,9 @@ said otherwise. Names, and the rows that each makes:
                     a forward and backward
     moe             moe_step: Qwen3-MoE, 4 layers of 64 experts, 8 per token, bf16 parameters, 4 x
                     2048 tokens; moe_peak_memory
-    moe_left_out    moe_step_*: the same step with one optimization around the experts left out,
-                    over the step with all
     moe_gemm        moe_grouped_gemm: one stack of experts, [64, 1536, 2048], 8192 tokens by 8
-    options         quartet2 with one pass or option changed, time and peak memory over quartet2's:
-                    plain, with gradient checkpointing; 4 layers of `llama`
+    options         quartet2 with one option changed, time and peak memory over quartet2's: plain,
+                    with gradient checkpointing; 4 layers of `llama`
     telemetry       telemetry_every_100: a Llama of 2 layers with {"telemetry": {"every": 100}} over
                     without; telemetry_idle: a step that records nothing; telemetry_recorded: the
                     recorded step alone. Runs on a CPU, too, with a tiny Llama
@@ -45,12 +44,13 @@ that over BF16's step: what a step without gaps between its kernels would take.
 
 from __future__ import annotations
 
+import copy
 import gc
 import statistics
 import tempfile
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 from typing import Any
@@ -257,6 +257,26 @@ def large_llama(args: Namespace, variants: Mapping[str, dict[str, Any]]) -> list
     return rows
 
 
+def beside_torchao(args: Namespace, recipes: Sequence[str], torchao: Sequence[str]) -> list[Row]:
+    """Rows of 8 layers of the 8B Llama. torchao: recipes of its float8 training, which converts a
+    copy of the model."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    torch._dynamo.reset()
+    model = llama({**LLAMA_8B, "num_hidden_layers": 8}, torch.bfloat16)
+    tokens = random_tokens(LLAMA_8B["vocab_size"], 1, LLAMA_8B_TOKENS)
+    steps = {"bf16": training_step(model, tokens)}
+    for recipe in recipes:
+        how: Row = {"backend": "quartet2", "options": {"recipe": recipe}}
+        steps[f"{recipe}_8b_8layers_step"] = training_step(model, tokens, **how)
+    for recipe in torchao:
+        config = Float8LinearConfig.from_recipe_name(recipe)
+        converted = convert_to_float8_training(copy.deepcopy(model), config=config)
+        steps[f"torchao_{recipe}_8b_8layers_step"] = training_step(converted, tokens)
+    times = in_turns(steps, rounds=6, calls=1)
+    return [over_bf16(name, times[name], times["bf16"], TIMES) for name in list(steps)[1:]]
+
+
 def accumulation(args: Namespace) -> Iterator[Row]:
     torch._dynamo.reset()
     model = llama({**LLAMA_8B, "num_hidden_layers": 8}, torch.bfloat16)
@@ -284,13 +304,6 @@ def host(args: Namespace) -> list[Row]:
 
 
 # ---- a mixture of experts ------------------------------------------------------------------------
-
-# Optimizations around the experts, one left out of each.
-LEFT_OUT: dict[str, dict[str, Any]] = {
-    "moe_step_added": {"disable_passes": ["gather_scattered"]},
-    "moe_step_masked": {"disable_passes": ["recompute_mask"]},
-    "moe_step_reduced": {"inductor": {"unroll_reductions_threshold": 8}},
-}
 
 
 def _moe_steps(ways: Mapping[str, dict[str, Any]]) -> dict[str, Callable[[], Step]]:
@@ -325,23 +338,10 @@ def moe(args: Namespace) -> list[Row]:
     return [{**step, **profiles_of(steps)}, {**peak, "allocated": allocated}]
 
 
-def moe_left_out(args: Namespace) -> list[Row]:
-    ways: dict[str, dict[str, Any]] = {"all": {}, **LEFT_OUT}
-    made = _moe_steps({name: {"backend": "quartet2", "options": way} for name, way in ways.items()})
-    times = in_turns({name: make() for name, make in made.items()}, calls=2)
-    rows = ({"name": name, "ratio": round(times[name] / times["all"], 3)} for name in LEFT_OUT)
-    return [{**row, "unit": "steps with all"} for row in rows]
+# ---- options -------------------------------------------------------------------------------------
 
-
-# ---- options and passes --------------------------------------------------------------------------
-
-PASSES = ("share_operands", "pair_directions", "share_rotations", "dequantize_operands")
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
-    "plain": {
-        "quartet2": {},
-        **{f"without {name}": {"disable_passes": [name]} for name in PASSES},
-        "recompute_weights": {"recompute_weights": True},
-    },
+    "plain": {"quartet2": {}, "recompute_weights": {"recompute_weights": True}},
     "checkpointed": {"quartet2": {}, "keep_packed": {"keep_packed": True}},
 }
 
@@ -461,6 +461,7 @@ _FP8, _MXFP4, _MXFP4_OTHERS = (
     {f"{name}_8b_step": {"recipe": name} for name in names}
     for names in (("fp8", "quartet2_fp8"), ("mxfp4_2d",), ("mxfp4", "quartet"))
 )
+_8_LAYERS, _TORCHAO = ("fp8", "quartet2_fp8", "quartet2", "mxfp4_2d"), ("tensorwise", "rowwise")
 _GRAPHS, _8X512 = ({f"llama_30m_{of}": "quartet2"} for of in ("64x512_graphs", "8x512"))
 BENCHMARKS = {
     "linears": Benchmark(linears, "models.json"),
@@ -473,13 +474,15 @@ BENCHMARKS = {
     "8b": Benchmark(partial(large_llama, variants=_8B), "steps.json"),
     "8b_unfused": Benchmark(partial(large_llama, variants=_UNFUSED), "steps.json"),
     "8b_fp8": Benchmark(partial(large_llama, variants=_FP8), "steps.json"),
+    "8b_8layers": Benchmark(
+        partial(beside_torchao, recipes=_8_LAYERS, torchao=_TORCHAO), "steps.json"
+    ),
     "8b_mxfp4": Benchmark(partial(large_llama, variants=_MXFP4), "steps.json"),
     "8b_mxfp4_others": Benchmark(partial(large_llama, variants=_MXFP4_OTHERS), "steps.json"),
     "accumulation": Benchmark(accumulation, "steps.json"),
     "fused": Benchmark(fused_llama, "fusion.json"),
     "host": Benchmark(host, "steps.json"),
     "moe": Benchmark(moe, "moe.json"),
-    "moe_left_out": Benchmark(moe_left_out, "moe.json"),
     "moe_gemm": Benchmark(expert_stack, "moe.json"),
     "options": Benchmark(options, "options.json"),
     "telemetry": Benchmark(telemetry_cost, "telemetry.json", ("mode", "rounds"), "either"),

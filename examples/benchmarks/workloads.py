@@ -118,7 +118,11 @@ def random_tokens(vocabulary: int, batch: int, sequence: int) -> torch.Tensor:
 
 
 def training_step(
-    model: nn.Module, tokens: torch.Tensor, micro_batches: int = 1, **compile_with: Any
+    model: nn.Module,
+    tokens: torch.Tensor,
+    micro_batches: int = 1,
+    autocast: bool = True,
+    **compile_with: Any,
 ) -> Step:
     """Forward and backward of a causal language model of transformers under bf16 autocast, for each
     of some micro-batches, without an optimizer's step. `compile_with` are arguments of
@@ -132,7 +136,7 @@ def training_step(
         torch.autograd.graph.increment_version(parameters)  # as a step of the optimizer does
         optimizer.zero_grad(set_to_none=True)
         for _ in range(micro_batches):
-            with torch.autocast("cuda", torch.bfloat16):
+            with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
                 loss = compiled(input_ids=tokens, labels=tokens).loss
             loss.backward()
 

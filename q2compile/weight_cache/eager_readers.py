@@ -6,7 +6,11 @@ before the gathers of each forward the ranks exchange which weights such code ma
 the values of these besides their codes, in this forward and its backward. The code is
 
     a hook of the user's on a module that runs while FSDP2 has the weight gathered
-    the forward of such a module, if it is not compiled and names a parameter of a module inside it
+    the forward of such a module, if it is not compiled and it, or a function that it names, names
+        a parameter of a module inside it
+
+Code that is reached in another way, as through a dictionary of callbacks, gets an error instead
+(`sharded_weight`).
 """
 
 from __future__ import annotations
@@ -14,9 +18,9 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -90,27 +94,61 @@ class ReaderExchange:
 
 
 def _names_a_weight(module: nn.Module) -> bool:
-    """Whether the forward of a module names a parameter of a module inside it, by an attribute."""
+    """Whether the forward of a module names a parameter of a module inside it, by an attribute or a
+    variable."""
     inside = [m for _, m in named_modules(module) if m is not module]
     leaves = {leaf for m in inside for leaf, p in own_parameters(m).items() if p.ndim > 1}
-    return bool(leaves) and not (leaves | _ALL).isdisjoint(_names_in_forward(type(module)))
-
-
-def _names_in_forward(cls: Any) -> set[str]:
-    """The names in the code of a class's forward, and of its methods that are among them."""
-    found: set[str] = set()
-    todo = ["forward"]
+    if not leaves:
+        return False
+    todo, seen = [getattr(module, "forward", None)], set[CodeType]()
     while todo:
-        method: Any = inspect.unwrap(getattr(cls, todo.pop(), None))  # type: ignore[arg-type]
-        if isinstance(method, FunctionType) and method.__module__.partition(".")[0] != "torch":
-            new = set(_names_in(method.__code__)) - found
-            found |= new
-            todo += new
-    return found
+        function = inspect.unwrap(_function_of(todo.pop()))
+        if not isinstance(function, FunctionType) or function.__code__ in seen:
+            continue
+        if function.__module__.partition(".")[0] == "torch":
+            continue
+        seen.add(function.__code__)
+        names = set(_names_in(function.__code__))
+        values = [each for name in names for each in _values_of(name, names, function, module)]
+        if not (leaves | _ALL).isdisjoint(names) or any(map(_is_or_has_parameter, values)):
+            return True
+        todo += values
+    return False
+
+
+def _values_of(
+    name: str, names: Collection[str], function: FunctionType, module: nn.Module
+) -> Iterator[Any]:
+    """The values that a name in a function called by a forward may have: an attribute of the
+    module, a variable of the function, or a function of a Python module that is named beside it."""
+    yield getattr(type(module), name, None)
+    yield vars(module).get(name)
+    found = function.__globals__.get(name)
+    yield found
+    if isinstance(found, ModuleType):
+        yield from (vars(found).get(each) for each in names)
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    with suppress(KeyError, ValueError):  # a cell without a value yet
+        yield cells[name].cell_contents
+
+
+def _function_of(value: Any) -> Any:
+    """The function that a call of a value runs, if it is Python code."""
+    while isinstance(value, partial | MethodType):
+        value = value.func if isinstance(value, partial) else value.__func__
+    if isinstance(value, FunctionType | type | nn.Module):
+        return value
+    return inspect.getattr_static(value, "__call__", None)
+
+
+def _is_or_has_parameter(value: Any) -> bool:
+    values = value.values() if isinstance(value, dict) else value
+    values = values if isinstance(value, list | tuple | set | dict) else [value]
+    return any(isinstance(each, nn.Parameter) for each in values)
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
+    yield from (*code.co_names, *code.co_freevars)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names_in(constant)

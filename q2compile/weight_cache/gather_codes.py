@@ -64,10 +64,11 @@ def gather_codes(model: nn.Module) -> int:
     graphs are another backend's, all weights are gathered as values. After a forward without a
     backward, the weights that FSDP2 keeps gathered hold values. Between a forward and its backward,
     their modules show the shards. Values are gathered beside codes where a module has a hook on any
-    rank, or a forward that is not compiled and names a weight inside it (`eager_readers`); a
-    warning says so. Other code that is not compiled and reads a weight in the middle of the model's
-    forward or backward gets a RuntimeError, from the op that reads or at the end of the forward. It
-    should read in a hook, before or after the forward, or be compiled.
+    rank, or a forward that is not compiled and names a weight inside it, also in a function that it
+    names (`eager_readers`); a warning says so. Other code that is not compiled and reads a weight
+    in the middle of the model's forward or backward gets a RuntimeError, from the op that reads or
+    at the end of the forward. It should read in a hook, before or after the forward, or be
+    compiled.
 
     This is a function and not an option of the backend, because options belong to one compiled part
     of a model and are first seen in the middle of a forward, after its first gathers. Ranks with

@@ -241,13 +241,15 @@ class Checker:
         return result
 
     def _asked_once(self, request: Request, began: list[tuple[Request, float]]) -> Unable | None:
-        """Sends a check to the child, and reads its messages until the result is there, or the
-        child is of no use any more."""
+        """Sends a check to the child, and reads its messages until it has answered, or is of no use
+        any more. Meanwhile another thread may find the result in the store, where the child, or
+        another process, wrote it: the child's answer must be read nevertheless, since the next
+        check would take it for its own."""
         child = self._child or self._started()
         if child is None:
             return self._unable
         child.ask(request)
-        while request.check not in KNOWN.checks:
+        while True:
             what, message = child.next(self._limit if began else _STARTING)
             if what == BEGUN:
                 LOG.debug("q2compile: checks %s", message.label)
@@ -255,12 +257,13 @@ class Checker:
             elif what == ENDED:
                 began.pop()
                 KNOWN.checks[message[0].check] = message[1]
+                if message[0].check == request.check:
+                    return None
             elif what == LOST:  # whose kernel is known
                 self.end_child()
                 return None
             else:
                 return Unable(message)
-        return None
 
     def _started(self) -> _Child | None:
         LOG.info(

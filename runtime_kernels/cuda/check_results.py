@@ -120,6 +120,18 @@ def strike(request: Request, why: str, began: float, again: bool = False) -> Res
     return None
 
 
+def remember(request: Request, choice: Sequence[int]) -> None:
+    """Stores numbers that were chosen by measuring, in place of a result."""
+    _write_stored(request, choice=list(choice))
+
+
+def remembered(request: Request) -> list[int] | None:
+    """The numbers that `remember` stored; None if there are none."""
+    choice = _read(request).get("choice")
+    is_whole = isinstance(choice, list) and all(isinstance(each, int) for each in choice)
+    return choice if is_whole else None
+
+
 def is_struck(request: Request) -> bool:
     """Whether the check has a strike, and no result."""
     return "strike" in _read(request)

@@ -15,6 +15,7 @@ from q2compile.runtime_kernels.cuda.calls import on_device
 from q2compile.runtime_kernels.cuda.check_results import Request
 from q2compile.runtime_kernels.cuda.gemm import swizzle
 from q2compile.runtime_kernels.cuda.gemm.cublaslt import GemmKind, planned, ready, run
+from q2compile.runtime_kernels.cuda.gemm.fastest import choose_algorithm
 from q2compile.runtime_kernels.cuda.gemm.first_launch import (
     Factor,
     begin,
@@ -106,49 +107,55 @@ def gemm_fp4(
         return without_contraction(a_codes, b_codes, bias, dtype)
     product = product_of(a_codes, b_codes, bias, dtype)
     call = a_codes, a_scales, a_global, b_codes, b_scales, b_global
-    first = _first(product, a_codes.device, (*call, bias, a_scheme, b_scheme, dtype))
-    with on_device(a_codes.device.index), marked(first):
-        out = _product(
+    with on_device(a_codes.device.index):
+        arguments = _arguments(
             product,
             (a_codes, swizzle.swizzled(a_scales, rows, a_spec), a_global),
             (b_codes, swizzle.swizzled(b_scales, columns, b_spec), b_global),
             bias if takes(bias, dtype) else None,
         )
-        out = finished(out, None, None if takes(bias, dtype) else bias, dtype)
-        if first is not None:
-            a = Factor(a_codes, a_scales, a_global, a_spec)
-            compare(first, out, a, Factor(b_codes, b_scales, b_global, b_spec), bias)
+        first = _first(product, a_codes.device, arguments, (*call, bias, a_scheme, b_scheme, dtype))
+        with marked(first):
+            run(product, *arguments)
+            out = arguments[-1]
+            out = out[:, :columns].contiguous() if columns < product.columns else out
+            out = finished(out, None, None if takes(bias, dtype) else bias, dtype)
+            if first is not None:
+                a = Factor(a_codes, a_scales, a_global, a_spec)
+                compare(first, out, a, Factor(b_codes, b_scales, b_global, b_spec), bias)
     return out
 
 
-def _first(product: GemmKind, device: torch.device, call: tuple) -> Request | None:
-    """The first large product by an algorithm is compared with a BF16 GEMM.
+def _first(
+    product: GemmKind, device: torch.device, arguments: tuple, call: tuple
+) -> Request | None:
+    """The first large product by an algorithm, which is the fastest, is compared with a BF16 GEMM.
 
-    call: the arguments of the op.
+    arguments: of the product.  call: the arguments of the op.
 
     Raises:
         WrongError: it was wrong, or did not end.
     """
     if not needed(product.rows, product.columns, product.k):
         return None
-    with on_device(device.index):
-        which = planned(product).algorithm, product.dtype, product.bias
+    choose_algorithm(product, device, arguments)
+    which = planned(product).algorithm, product.dtype, product.bias
     return begin(GEMM, CUBLASLT_FP4, device, *which, rows_class(product.rows), call=call)
 
 
-def _product(product: GemmKind, a, b, bias: torch.Tensor | None) -> torch.Tensor:
-    """a and b: codes, swizzled scales, global scale. The product without its padding."""
+def _arguments(product: GemmKind, a, b, bias: torch.Tensor | None) -> tuple:
+    """The arguments of a product, its result last: all padded, and aligned.
+
+    a and b: codes, swizzled scales, global scale.
+    """
     (a_codes, a_scales, a_global), (b_codes, b_scales, b_global) = a, b
-    columns, missing = b_codes.shape[0], product.columns - b_codes.shape[0]
+    missing = product.columns - b_codes.shape[0]
     if bias is not None:
         bias = aligned(pad(bias, (0, missing)) if missing else bias.contiguous())
-    out = empty((product.rows, product.columns), (product.columns, 1), product.dtype)
-    run(
-        product,
+    return (
         (padded(a_codes, product.rows, product.k // 2), a_scales),
         (padded(b_codes, product.columns, product.k // 2), b_scales),
         alpha_of(a_global, b_global),
         bias,
-        out,
+        empty((product.rows, product.columns), (product.columns, 1), product.dtype),
     )
-    return out[:, :columns].contiguous() if missing else out

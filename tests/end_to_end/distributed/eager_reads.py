@@ -28,14 +28,15 @@ class Around(nn.Module):
 
 
 class Absorbed(Around):
-    """Its forward also multiplies a weight of the module inside."""
+    """Its forward also multiplies a weight of the module inside, in a function that it calls."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x) + 0.01 * self.read(x)
+        return self.inner(x) + 0.01 * multiplied(self.inner, x)
 
-    def read(self, x: Tensor) -> Tensor:
-        w = self.inner.up.weight
-        return x @ w.mT @ w
+
+def multiplied(module: Any, x: Tensor) -> Tensor:
+    w = module.up.weight
+    return x @ w.mT @ w
 
 
 def layerwise_model(build: Build, kind: type[Around]) -> Any:
@@ -101,8 +102,8 @@ def hooked_inside(build: Build, attach: Attach) -> Run:
 
 
 def hidden(build: Build, attach: Attach) -> Run:
-    """No hook, and a forward that names no weight. Another model of the process is then read by
-    another backend."""
+    """No hook, and no forward that names a weight when `gather_codes` is called. Another model of
+    the process is then read by another backend."""
     training = Training(*build(root_only=True), attach).steps(3)
     linears, norm = [layer.up for layer in training.model.layers], training.model.norm
     forward = norm.forward

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
@@ -41,6 +42,53 @@ class Calls(nn.Module):
         return self.linear(self.reads(x))
 
 
+readers_of_this_file = sys.modules[__name__]
+
+
+def product(module: Any, x: Tensor) -> Tensor:
+    return x @ module.linear.weight
+
+
+class Product:
+    def __call__(self, module: Any, x: Tensor) -> Tensor:
+        return product(module, x)
+
+
+def closure(module: Calls) -> Any:
+    weights = [module.linear.weight]
+    return lambda _, x: x @ weights[0]
+
+
+class Helped(Calls):
+    """A forward that calls something else for a product with a weight."""
+
+    def __init__(self, make: Callable[[Calls], Any]) -> None:
+        super().__init__()
+        self.helper = make(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.helper(self, x))
+
+
+class Qualified(Helped):
+    def forward(self, x: Tensor) -> Tensor:
+        return readers_of_this_file.product(self, x)
+
+
+HELPERS: dict[str, Callable[[], nn.Module]] = {
+    "function": lambda: Helped(lambda _: product),
+    "partial": lambda: Helped(lambda m: partial(lambda own, _, x: product(own, x), m)),
+    "object": lambda: Helped(lambda _: Product()),
+    "closure": lambda: Helped(closure),
+    "wrapped": lambda: Helped(lambda _: wraps(product)(lambda *args: product(*args))),
+    "of a file": lambda: Qualified(lambda _: None),
+}
+NO_HELPERS = {
+    "another function": lambda: Helped(lambda _: lambda module, x: x + 1),
+    "of torch": lambda: Helped(lambda _: nn.functional.linear),
+}
+
+
 def hook(*_: Any) -> None: ...
 
 
@@ -68,6 +116,20 @@ def test_a_forward_that_names_a_weight() -> None:
         compiled.compile(backend="eager")
         assert not readers.find()
         compiled._compiled_call_impl = None
+
+
+@pytest.mark.parametrize("name", HELPERS)
+def test_a_forward_whose_helper_names_a_weight(name: str) -> None:
+    model = HELPERS[name]()
+    with pytest.warns(RuntimeWarning, match=f"the forward of '{type(model).__name__}' may read"):
+        assert model in EagerReaders(model).find()
+
+
+@pytest.mark.parametrize("name", NO_HELPERS)
+def test_a_helper_that_names_none(name: str) -> None:
+    model = NO_HELPERS[name]()
+    model.reads.compile(backend="eager")
+    assert not EagerReaders(model).find()
 
 
 @pytest.mark.parametrize("name", HOOKS)

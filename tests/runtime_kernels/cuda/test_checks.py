@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -18,7 +19,7 @@ import torch
 
 from q2compile.runtime_kernels import kernel_states, registry
 from q2compile.runtime_kernels.cuda import check_child, check_results, checks
-from q2compile.runtime_kernels.kernel_states import DeviceLostError, state_of
+from q2compile.runtime_kernels.kernel_states import DeviceLostError, Result, state_of
 from q2compile.runtime_kernels.registry import Kernel, KernelWarning
 from tests.support import forked, forked_child
 from tests.support.faulty_checks import request, runs
@@ -97,6 +98,28 @@ def test_a_hang_ends_on_a_busy_machine_too(monkeypatch, folder) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (1e6, 0.0, 0.0))
     found, _ = refused("hang", folder)
     assert found == "rejected: its self-check did not end within 5 s, twice"
+
+
+def test_a_result_that_is_found_meanwhile_leaves_no_answer_unread(monkeypatch, folder, caplog):
+    """Another process has stored the result of the check that the child begins. The next check
+    does not take the child's answer for its own."""
+    monkeypatch.setattr(os, "getloadavg", lambda: (4.0 * os.cpu_count(), 0.0, 0.0))
+    slow = request("slow", folder)
+
+    def found(record: logging.LogRecord) -> bool:
+        if record.getMessage() == f"q2compile: checks {slow.label}":
+            kernel_states.KNOWN.checks[slow.check] = Result(None)
+        return True
+
+    caplog.set_level("DEBUG", logger="q2compile")
+    check_child.LOG.addFilter(found)
+    try:
+        checks.begin(slow)
+        assert refused("right", folder, name="right") == (None, [])
+    finally:
+        check_child.LOG.removeFilter(found)
+    assert runs(folder) == ["right", "slow"] and slow.check in kernel_states.KNOWN.checks
+    assert not any("in this process:" in line for line in caplog.messages)
 
 
 @pytest.mark.parametrize("how", ["trap", "wrong"])  # the child ends, and goes on
