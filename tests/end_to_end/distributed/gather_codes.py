@@ -415,10 +415,6 @@ SAME = {
     **dict.fromkeys(("whole_blocks", "offloaded", "attached_late", "not_compilable"), "quartet2"),
     **dict.fromkeys(("uneven_checkpointed", "uneven_kept"), "uneven"),
 }
-# These run the code that was compiled for the run without gather_codes: no test reads their report,
-# to which compilations write.
-COMPILED = ("fp32_columns", "bare", "absorbed", "hooked", "hooked_inside", "read_by_others")
-COMPILED += ("hsdp", "square_four")
 
 
 def without(name: str) -> str:
@@ -441,8 +437,7 @@ def main() -> None:
             jobs[name] = todo[name], q2compile.gather_codes
     found: dict[str, Run] = {}
     for name, (scenario, attach) in jobs.items():
-        if name not in COMPILED:
-            torch._dynamo.reset()
+        torch._dynamo.reset()
         try:
             found[name] = scenario(attach)
         except Exception:
