@@ -11,7 +11,7 @@ from torch import nn
 from q2compile.passes.post_grad import gather_quantizers
 from tests.support.planned_memory import MIB, Peak, generated_step, peaks_of_step
 
-# One of the four layers, and half the vocabulary, of the model of `steps.py --only moe`.
+# Two of the four layers, and half the vocabulary, of the model of `steps.py --only moe`.
 # Nothing runs, so its sizes cost nothing.
 MIXTURE = {
     "hidden_size": 2048,
@@ -19,7 +19,7 @@ MIXTURE = {
     "moe_intermediate_size": 768,
     "num_experts": 64,
     "num_experts_per_tok": 8,
-    "num_hidden_layers": 1,
+    "num_hidden_layers": 2,
     "num_attention_heads": 32,
     "num_key_value_heads": 4,
     "head_dim": 64,
