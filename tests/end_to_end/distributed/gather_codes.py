@@ -356,9 +356,9 @@ def faulty(kind: str) -> Callable[[Attach], Run]:
 
 
 # All recipes with power-of-two scales: each kind of blocks and of global scale in one graph.
-RECIPES = {"layers.0.gate": "quartet2", "layers.0.up": "nvfp4", "layers.0.down": "quartet"}
+RECIPES = {"layers.0.gate": "fp8", "layers.0.up": "nvfp4", "layers.0.down": "quartet"}
 RECIPES |= {"layers.1.gate": "mxfp4_2d", "layers.1.up": "tetrajet2"}
-RECIPES |= {"layers.1.down": "quartet2_search", "head": "quartet2"}
+RECIPES |= {"layers.1.down": "quartet2_search", "head": "quartet2_fp8"}
 all_recipes = simple(
     options={"policy": RECIPES},
     policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
@@ -370,7 +370,6 @@ UNEVEN = {"inner": 131, "policy": None, "masters": torch.bfloat16, "far_apart": 
 SCENARIOS: dict[str, Callable[[Attach], Run]] = {
     "quartet2": simple(LONG),
     "recipes": all_recipes,
-    "fp8": simple(4, recipe="fp8", options={"policy": {"*.down": "quartet2_fp8"}}),
     "fp32_columns": simple(
         4, policy=None, options=EXACT, shard_placement_fn=lambda p: Shard(min(p.ndim - 1, 1))
     ),

@@ -26,7 +26,7 @@ from training import HIDDEN, LAYERS, VOCAB
 Found = list[dict[str, Any]]  # of each rank: scenario -> Run
 FORMS = ["quartet2", "recipes", "whole_blocks", "uneven_checkpointed", "uneven_kept", "changed"]
 FORMS += ["attached_late", "evaluated", "fp32_columns", "not_compiled", "bare", "experts_rows"]
-FORMS += ["offloaded", "not_compilable", "read_by_others", "fp8", "absorbed", "hooked"]
+FORMS += ["offloaded", "not_compilable", "read_by_others", "absorbed", "hooked"]
 FORMS += ["hooked_inside"]
 IN_GRAPH = ["in_graph", "in_graph_experts"]
 FOUR = ["square_four", "hsdp", "two_dimensional", "expert_parallel"]
@@ -37,7 +37,7 @@ BYTES = dict.fromkeys(("quartet2", "quartet2_search", "tetrajet2"), 0.5 + 1 / 16
 BYTES["nvfp4"] = 0.5 + 1 / 256
 BYTES["quartet"] = 0.5 + 1 / 32 + 1 / 8
 BYTES["mxfp4_2d"] = 0.5 + 1 / 1024
-BYTES["fp8"] = 1
+BYTES |= {"fp8": 1, "quartet2_fp8": 1}  # and no scale
 
 
 def run(folder: Path, ranks: int, names: list[str], killed: bool = False) -> Found:
@@ -174,14 +174,6 @@ def test_bytes_of_columns_and_of_tensor_parallel_parts(two: Found, four: Found) 
     assert run.bytes[0] - run.bytes[-1] == (2 - BYTES["quartet2"]) * PAIR
     run = four[0]["square_four"]  # a quarter of the weights, 192 wide, on each rank
     assert run.bytes[0] - run.bytes[-1] == (2 - BYTES["nvfp4"]) * PAIR * 192 // 128 // 2
-
-
-def test_bytes_of_fp8(two: Found) -> None:
-    """A code of one byte for each element, and no scale."""
-    for rank in two:
-        run = rank["fp8"]
-        assert run.bytes[0] - run.bytes[-1] == (2 - BYTES["fp8"]) * PAIR
-        assert run.why["layers.0.up"] == run.why["layers.0.down"] == "gathers codes"
 
 
 def test_codes_are_gathered_again_after_a_change(two: Found) -> None:
