@@ -97,14 +97,14 @@ MAY_IMPORT = {
     "runtime_kernels.ops": ["runtime_kernels.numerics", "runtime_kernels.registry"],
     "runtime_kernels.cache_folder": [],
     "runtime_kernels.cpu": ["runtime_kernels.cache_folder", "runtime_kernels.kernel_states"]
-    + ["runtime_kernels.numerics", "runtime_kernels.ops", "runtime_kernels.registry"]
-    + ["runtime_kernels.cuda.checks", "runtime_kernels.cuda.selfcheck"]
-    + ["runtime_kernels.small_calls", "torch_internals.cpp_compiler"],
+    + [f"runtime_kernels.{n}" for n in ("numerics", "ops", "registry", "small_calls")]
+    + [f"runtime_kernels.cuda.{n}" for n in ("checks", "selfcheck")]
+    + ["torch_internals.cpp_compiler"],
     "runtime_kernels.cuda": ["runtime_kernels.cache_folder", "runtime_kernels.kernel_states"]
-    + ["runtime_kernels.numerics", "runtime_kernels.ops", "runtime_kernels.registry"]
-    + ["runtime_kernels.small_calls"],
-    "runtime_kernels.small_calls": ["runtime_kernels.numerics", "runtime_kernels.ops"]
-    + ["runtime_kernels.registry"],
+    + [f"runtime_kernels.{n}" for n in ("numerics", "ops", "registry", "small_calls")],
+    "runtime_kernels.small_calls": [
+        f"runtime_kernels.{n}" for n in ("numerics", "ops", "registry")
+    ],
     "runtime_kernels.cuda.jit": ["runtime_kernels.cache_folder", "runtime_kernels.kernel_states"],
 }
 # Torch's private modules that are imported outside of torch_internals/:
