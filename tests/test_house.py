@@ -48,6 +48,7 @@ TOOLS = ["backend", "capture", "config", "graph", "linear", "recipes", "report",
 TOOLS += ["runtime_kernels", "torch_internals"]
 SHARED_TOOLS = [f"tools.{n}" for n in ("arguments", "as_it_was", "batches", "given")]
 SHARED_TOOLS += [f"tools.{n}" for n in ("kernel_rows", "measure", "time_words", "worst_layers")]
+SEMANTICS = [f"runtime_kernels.{n}" for n in ("numerics", "ops", "registry")]
 MAY_IMPORT = {
     # The public names, loaded on first use.
     "": ["config", "failures.stage_error", "recipes.option_types", "report", "telemetry", "tools"]
@@ -97,14 +98,11 @@ MAY_IMPORT = {
     "runtime_kernels.ops": ["runtime_kernels.numerics", "runtime_kernels.registry"],
     "runtime_kernels.cache_folder": [],
     "runtime_kernels.cpu": ["runtime_kernels.cache_folder", "runtime_kernels.kernel_states"]
-    + [f"runtime_kernels.{n}" for n in ("numerics", "ops", "registry", "small_calls")]
     + [f"runtime_kernels.cuda.{n}" for n in ("checks", "selfcheck")]
-    + ["torch_internals.cpp_compiler"],
+    + [*SEMANTICS, "runtime_kernels.small_calls", "torch_internals.cpp_compiler"],
     "runtime_kernels.cuda": ["runtime_kernels.cache_folder", "runtime_kernels.kernel_states"]
-    + [f"runtime_kernels.{n}" for n in ("numerics", "ops", "registry", "small_calls")],
-    "runtime_kernels.small_calls": [
-        f"runtime_kernels.{n}" for n in ("numerics", "ops", "registry")
-    ],
+    + [*SEMANTICS, "runtime_kernels.small_calls"],
+    "runtime_kernels.small_calls": SEMANTICS,
     "runtime_kernels.cuda.jit": ["runtime_kernels.cache_folder", "runtime_kernels.kernel_states"],
 }
 # Torch's private modules that are imported outside of torch_internals/:
