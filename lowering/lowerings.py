@@ -90,6 +90,6 @@ def _lowering(name: str, emitters: dict[str, Emitter]) -> Callable[..., Any]:
 
 def _chosen(call: OpCall) -> str:
     """The name of the kernel of a call, by the fakes of its node."""
-    graph = InGraph(quantize.producer_of(call.args[0]) if call.op == QUANTIZE else None)
+    graph = InGraph(quantize.computed_operand(call.args[0]) if call.op == QUANTIZE else None)
     node = V.current_node
     return choice_of(call.op, bound(call.op, node.args, node.kwargs), graph).name

@@ -28,13 +28,13 @@ def nothing(*args) -> None:
 class InGraph(NamedTuple):
     """Further facts, which decide about a call that Inductor lowers.
 
-    producer: instructions and bytes read, per element, of the expression that computes the first
+    computed: instructions and bytes read, per element, of the expression that computes the first
         operand, and with which a generated kernel could be fused; None for an operand in memory.
     prologue: that expression, if a CUDA kernel could compute it (cuda/quantize/fused.py).
     is_shared: another quantizer reads what the prologue reads.
     """
 
-    producer: tuple[float, float] | None = None
+    computed: tuple[float, float] | None = None
     prologue: Any = None
     is_shared: bool = False
 

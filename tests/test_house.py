@@ -47,8 +47,10 @@ MAX_ENTRIES = 18  # of q2compile/: what fits on one screen of a file tree
 TOOLS = ["backend", "capture", "config", "graph", "linear", "recipes", "report", "rewrite"]
 TOOLS += ["runtime_kernels", "torch_internals"]
 CHOOSING = ["runtime_kernels.choice", "runtime_kernels.kernel_states"]
-SHARED_TOOLS = [f"tools.{n}" for n in ("arguments", "as_it_was", "batches", "given")]
-SHARED_TOOLS += [f"tools.{n}" for n in ("kernel_rows", "measure", "time_words", "worst_layers")]
+SHARED_TOOLS = ["arguments", "as_it_was", "batches", "given", "kernel_rows", "measure"]
+SHARED_TOOLS = [f"tools.{n}" for n in (*SHARED_TOOLS, "time_words", "worst_layers")]
+SEMANTICS = [f"runtime_kernels.{n}" for n in ("numerics", "ops", "registry")]
+KERNELS_ASK = [*CHOOSING, *SEMANTICS, "runtime_kernels.cache_folder", "runtime_kernels.small_calls"]
 MAY_IMPORT = {
     # The public names, loaded on first use.
     "": ["config", "failures.stage_error", "recipes.option_types", "report", "telemetry", "tools"]
@@ -97,14 +99,10 @@ MAY_IMPORT = {
     "runtime_kernels.numerics": [],
     "runtime_kernels.ops": [*CHOOSING, "runtime_kernels.numerics", "runtime_kernels.registry"],
     "runtime_kernels.cache_folder": [],
-    "runtime_kernels.cpu": [*CHOOSING, "runtime_kernels.cache_folder", "runtime_kernels.numerics"]
-    + ["runtime_kernels.ops", "runtime_kernels.registry"]
-    + ["runtime_kernels.cuda.checks", "runtime_kernels.cuda.selfcheck"]
-    + ["runtime_kernels.small_calls", "torch_internals.cpp_compiler"],
-    "runtime_kernels.cuda": [*CHOOSING, "runtime_kernels.cache_folder", "runtime_kernels.numerics"]
-    + ["runtime_kernels.ops", "runtime_kernels.registry", "runtime_kernels.small_calls"],
-    "runtime_kernels.small_calls": [*CHOOSING, "runtime_kernels.numerics", "runtime_kernels.ops"]
-    + ["runtime_kernels.registry"],
+    "runtime_kernels.cpu": [*KERNELS_ASK, "torch_internals.cpp_compiler"]
+    + [f"runtime_kernels.cuda.{n}" for n in ("checks", "selfcheck")],
+    "runtime_kernels.cuda": KERNELS_ASK,
+    "runtime_kernels.small_calls": [*CHOOSING, *SEMANTICS],
     "runtime_kernels.cuda.jit": ["runtime_kernels.cache_folder", "runtime_kernels.kernel_states"],
 }
 # Torch's private modules that are imported outside of torch_internals/:

@@ -4,8 +4,8 @@ operand, where a CUDA kernel could read the operand from memory instead.
 
 A generated kernel moves fewer bytes, and has more instructions per element: it rounds for both
 candidates of 4/6, and packs by shifts. So it depends on the instructions that a GPU issues while it
-moves a byte (`fusion_rule.INSTRUCTIONS_A_BYTE`). In that unit, with P instructions and R bytes of
-the producer per element, G and C instructions of the generated and the CUDA quantizer, and W bytes
+moves a byte (INSTRUCTIONS_A_BYTE). In that unit, with P instructions and R bytes per element of the
+operand's expression, G and C instructions of the generated and the CUDA quantizer, and W bytes
 written, of an operand of 2 bytes:
 
     fused      max((P + G) / i, R + W)
@@ -20,9 +20,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from q2compile.lowering.prologue.fusion_rule import INSTRUCTIONS_A_BYTE
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, Scheme
 
+# By major compute capability; where no other is known, the GPU to whom bytes are cheapest.
+INSTRUCTIONS_A_BYTE = {8: 8.0, 9: 5.9, 10: 3.3, 12: 22.0}
 # G by architecture (torch 2.13, Triton 3.6). tests/lowering/test_lowering.py counts them.
 GENERATED_INSTRUCTIONS = {
     "nvfp4": {"sm_90a": 18.8, "sm_100a": 15.8, "sm_120a": 16.1},
@@ -30,40 +31,40 @@ GENERATED_INSTRUCTIONS = {
     "nvfp4_search": {"sm_90a": 85.2, "sm_100a": 79.2, "sm_120a": 79.5},
 }
 _ARCHITECTURES = {9: "sm_90a", 10: "sm_100a", 12: "sm_120a"}
-# C, of the recipes' quantizer of x. tests/q2compile/cost_model/test_cost_model.py compares it with
-# what is counted.
+# C, of the recipes' quantizer of x. tests/lowering/test_fusion_gain.py compares it with what
+# is counted.
 CUDA_INSTRUCTIONS = {"nvfp4_46": {"sm_90a": 21.1, "sm_100a": 12.0, "sm_120a": 14.7}}
 _OPERAND, _WRITTEN = 2.0, 0.81  # bytes; codes, and raw scales written and read
 _MARGIN = 1.05  # for errors of the rule
 
 
-class Producer(NamedTuple):
-    """What computes an operand, per element of it: by default, the end of an RMSNorm."""
+class ComputedOperand(NamedTuple):
+    """The expression that computes an operand, per element: by default, the end of an RMSNorm."""
 
     instructions: float = 6.0
     bytes_read: float = 2.0
 
 
-def why_not(scheme: Scheme, producer: Producer, capability: int) -> str | None:
+def why_not(scheme: Scheme, computed: ComputedOperand, capability: int) -> str | None:
     """None when the generated kernel is expected to take no more than two kernels, otherwise the
     reason in words. capability: the major compute capability of the GPU."""
-    ratio = expected(scheme, producer, capability)
+    ratio = expected(scheme, computed, capability)
     if ratio <= _MARGIN:
         return None
     return (
-        f"fused into {producer.instructions:.0f} instructions on {producer.bytes_read:.1f} bytes "
+        f"fused into {computed.instructions:.0f} instructions on {computed.bytes_read:.1f} bytes "
         f"per element it is expected to take {ratio:.2f} of the time of two kernels"
     )
 
 
-def expected(scheme: Scheme, producer: Producer, capability: int) -> float:
+def expected(scheme: Scheme, computed: ComputedOperand, capability: int) -> float:
     """The time of the generated kernel over that of two kernels; 0 where nothing is counted."""
     name = scheme.name.removesuffix(SWIZZLED).removesuffix("_pow2")
     architecture = _ARCHITECTURES.get(capability)
     if name not in CUDA_INSTRUCTIONS or architecture is None:
         return 0.0
     generated = GENERATED_INSTRUCTIONS[name][architecture]
-    rate, (made, read) = INSTRUCTIONS_A_BYTE[capability], producer
+    rate, (made, read) = INSTRUCTIONS_A_BYTE[capability], computed
     fused = max((made + generated) / rate, read + _WRITTEN)
     unfused = max(made / rate, read + _OPERAND)
     unfused += max(CUDA_INSTRUCTIONS[name][architecture] / rate, _OPERAND + _WRITTEN)

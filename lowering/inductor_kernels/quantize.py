@@ -3,17 +3,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch._inductor import ir
-from torch._inductor.utils import sympy_product
 from torch._inductor.virtualized import V
 
 from q2compile.lowering import launches
 from q2compile.lowering.inductor_kernels import fp8, mxfp4, nvfp4
 from q2compile.lowering.inductor_kernels.blocks import ReducedBlocks
-from q2compile.lowering.inductor_kernels.fusion_gain import Producer
+from q2compile.lowering.inductor_kernels.fusion_gain import ComputedOperand
 from q2compile.lowering.inductor_kernels.rounding import Quantized
 from q2compile.lowering.member import OpCall
 from q2compile.runtime_kernels.ops.table import QuantizerCall
@@ -59,10 +59,10 @@ def _by_inductor(call: QuantizerCall) -> Quantized:
     return nvfp4.quantize_pow2(blocks, scheme)
 
 
-def producer_of(x: ir.TensorBox) -> Producer | None:
-    """What computes x, if that is still an expression, and more than a cast: something to fuse
-    with. For a buffer, a CUDA kernel is as fast and costs no time in Inductor; for a weight's cast
-    that time does not pay either."""
+def computed_operand(x: ir.TensorBox) -> ComputedOperand | None:
+    """The expression that computes x, if x is not in memory and it is more than a cast, so that
+    there is something to fuse with. For a buffer, a CUDA kernel is as fast and costs no time in
+    Inductor; for a weight's cast that time does not pay either."""
     data = x.data
     while isinstance(data, ir.BaseView | ir.StorageBox):
         data = data.data
@@ -74,9 +74,10 @@ def producer_of(x: ir.TensorBox) -> Producer | None:
     elements = max(_hint(x), 1)
     read = [V.graph.get_buffer(name) for name in count.read_buffers]
     bytes_read = sum(b.get_dtype().itemsize * min(_hint(b) / elements, 1.0) for b in read)
-    return Producer(float(count.num_ops), round(bytes_read, 2))
+    return ComputedOperand(float(count.num_ops), round(bytes_read, 2))
 
 
 def _hint(x: Any) -> int:
     """The number of elements, by the hints of sizes that are symbols."""
-    return int(V.graph.sizevars.optimization_hint(sympy_product(x.get_size()), fallback=1))
+    sizes = (V.graph.sizevars.optimization_hint(size, fallback=1) for size in x.get_size())
+    return math.prod(map(int, sizes))

@@ -7,7 +7,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from q2compile.lowering.inductor_kernels import fusion_gain, selfcheck
-from q2compile.lowering.inductor_kernels.fusion_gain import Producer
+from q2compile.lowering.inductor_kernels.fusion_gain import ComputedOperand
 from q2compile.runtime_kernels.choice import InGraph, choose, generated_kernel
 from q2compile.runtime_kernels.cuda.jit.limits import capability_of, why_no_fp8
 from q2compile.runtime_kernels.kernel_states import assumed_capability
@@ -35,10 +35,10 @@ def why_not_quantizer(graph: InGraph, *args: Any) -> str | None:
     if why is not None:
         return why
     slower: str | None = "it is no faster where nothing is fused"
-    if call.scheme.format == "nvfp4" and graph.producer is not None:
+    if call.scheme.format == "nvfp4" and graph.computed is not None:
         on_gpu = call.x.device.type == "cuda"
         major = capability_of(call.x.device)[0] if on_gpu else 0
-        slower = fusion_gain.why_not(call.scheme, Producer(*graph.producer), major)
+        slower = fusion_gain.why_not(call.scheme, ComputedOperand(*graph.computed), major)
     if slower is not None:
         other = choose(QUANTIZE, call.replace(recorded=False).positional).name
         if other not in (CPP, REFERENCE):

@@ -29,7 +29,7 @@ from torch._inductor.virtualized import V
 from q2compile.graph.node_meta import MAY_FUSE, PAIR, READS_THE_SAME
 from q2compile.graph.quantizers import quantizer_of
 from q2compile.graph.views import ELEMENTS, kind_of
-from q2compile.lowering.inductor_kernels.fusion_gain import Producer
+from q2compile.lowering.inductor_kernels.fusion_gain import ComputedOperand
 from q2compile.lowering.launch_node import LaunchNode
 from q2compile.lowering.launches import (
     Launches,
@@ -130,7 +130,7 @@ def _fused(calls: Sequence[QuantizerNode]) -> list[tuple[Any, ...]]:
             raise CannotFuse(f"{', '.join(readers)} also read the operand")
     in_memory = [_with_inputs_in_memory(call) for _, call in calls]
     found = prologue_of(*(call.x for call in in_memory))
-    graph = InGraph(Producer(), found.expression, calls[0].node.meta[READS_THE_SAME])
+    graph = InGraph(ComputedOperand(), found.expression, calls[0].node.meta[READS_THE_SAME])
     chosen = choose(QUANTIZE, fakes(in_memory[0].positional), graph)
     if chosen.name != FUSED:
         raise CannotFuse(chosen.why_not[FUSED])

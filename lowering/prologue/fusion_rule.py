@@ -44,6 +44,7 @@ from typing import Any
 
 import torch
 
+from q2compile.lowering.inductor_kernels.fusion_gain import INSTRUCTIONS_A_BYTE
 from q2compile.runtime_kernels.choice import InGraph, choose, generated_kernel
 from q2compile.runtime_kernels.cuda.quantize import fused
 from q2compile.runtime_kernels.cuda.quantize.prologue_expression import PrologueExpression
@@ -57,8 +58,6 @@ from q2compile.runtime_kernels.numerics.schemes import Scheme
 from q2compile.runtime_kernels.ops.table import QUANTIZE, QuantizerCall
 from q2compile.runtime_kernels.registry import FUSED
 
-# By major compute capability; where no other is known, the GPU to whom bytes are cheapest.
-INSTRUCTIONS_A_BYTE = {8: 8.0, 9: 5.9, 10: 3.3, 12: 22.0}
 _CHEAPEST = min(INSTRUCTIONS_A_BYTE.values())
 MARGIN = 0.95  # for errors of the rule
 # Q, of one operand and of both.

@@ -18,7 +18,7 @@ from q2compile.linear.autograd import LinearFunction
 from q2compile.linear.dense import quantize_weight
 from q2compile.linear.experts import GroupedLinearFunction
 from q2compile.lowering.inductor_kernels import rows  # noqa: F401  registers Inductor kernels
-from q2compile.lowering.inductor_kernels.fusion_gain import Producer
+from q2compile.lowering.inductor_kernels.fusion_gain import ComputedOperand
 from q2compile.passes import PassConditions, passes_over
 from q2compile.recipes.recipe import GEMMS, Recipe
 from q2compile.runtime_kernels.choice import InGraph
@@ -151,7 +151,7 @@ def _fused(graph: fx.Graph) -> set[fx.Node]:
         node
         for node, call in found.items()
         if sum(user in found for user in call.x.users) == 1
-        and choice_of(call.spec.name, call.positional, InGraph(Producer())).name == INDUCTOR
+        and choice_of(call.spec.name, call.positional, InGraph(ComputedOperand())).name == INDUCTOR
     }
 
 

@@ -15,7 +15,7 @@ import q2compile.linear.experts  # noqa: F401  registers q2::linear and its vari
 from q2compile.config import Config
 from q2compile.graph.storages import hint_of
 from q2compile.lowering.inductor_kernels import rows  # noqa: F401  registers Inductor's kernels
-from q2compile.lowering.inductor_kernels.fusion_gain import Producer
+from q2compile.lowering.inductor_kernels.fusion_gain import ComputedOperand
 from q2compile.recipes.recipe import GEMMS
 from q2compile.report.row import Row
 from q2compile.runtime_kernels.choice import InGraph, choose
@@ -24,7 +24,7 @@ from q2compile.runtime_kernels.ops.table import SEED, SPECS, QuantizerCall
 from q2compile.runtime_kernels.registry import bound
 from q2compile.torch_internals.private_names import FakeTensorMode, TorchDispatchMode
 
-_GRAPHS = InGraph(Producer()), InGraph()
+_GRAPHS = InGraph(ComputedOperand()), InGraph()
 
 
 class _Recorder(TorchDispatchMode):

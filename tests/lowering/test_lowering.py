@@ -16,7 +16,7 @@ from torch.nn.functional import rms_norm, silu
 
 import q2compile
 from q2compile import lowering
-from q2compile.lowering.inductor_kernels.fusion_gain import GENERATED_INSTRUCTIONS, Producer
+from q2compile.lowering.inductor_kernels.fusion_gain import GENERATED_INSTRUCTIONS, ComputedOperand
 from q2compile.report import kernel_choice
 from q2compile.runtime_kernels.choice import InGraph, choose
 from q2compile.runtime_kernels.kernel_states import assumed_gpu
@@ -124,7 +124,7 @@ def test_dynamic_rows_do_not_recompile(monkeypatch) -> None:
     assert counter.frame_count == 1
 
 
-IN_GRAPH = InGraph(Producer())
+IN_GRAPH = InGraph(ComputedOperand())
 
 
 def test_what_is_lowered() -> None:

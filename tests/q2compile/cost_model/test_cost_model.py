@@ -18,19 +18,11 @@ from q2compile.cost_model.predict import predict
 from q2compile.cost_model.prices import bf16_steps, recipe_steps
 from q2compile.cost_model.quantizers import Quantizer
 from q2compile.cost_model.step import DISPATCHED, FUSED, TORCH, Step
-from q2compile.lowering.inductor_kernels import fusion_gain
-from q2compile.lowering.inductor_kernels.fusion_gain import Producer
 from q2compile.recipes.policy import Policy
 from q2compile.recipes.resolve import resolve
 from q2compile.rewrite import decide
 from q2compile.rewrite.decide import why_left
 from q2compile.rewrite.rewrite_graph import rewrite
-from q2compile.runtime_kernels.choice import InGraph, choose
-from q2compile.runtime_kernels.kernel_states import assumed_gpu
-from q2compile.runtime_kernels.numerics.schemes import get_scheme
-from q2compile.runtime_kernels.ops.table import rowwise_call
-from q2compile.runtime_kernels.registry import CUDA, INDUCTOR
-from q2compile.torch_internals.private_names import FakeTensorMode
 from tests.support.page_data import data_of
 
 B200, RTX5090 = DEVICES
@@ -497,33 +489,3 @@ def test_wrong_uses_of_auto():
     with pytest.raises(ValueError, match="auto"):
         q2compile.Config(policy={"*": {"fprop": "auto"}})
     assert not Policy.build("bf16", {"*": "auto"}, "pow2").resolve("a")[0].quantizes
-
-
-@pytest.mark.parametrize(
-    "capability, producer, ratio",
-    [(10, Producer(), 1.50), (12, Producer(), 0.41), (9, Producer(), 0.85)]
-    + [(10, Producer(20.0, 4.0), 1.62), (9, Producer(20.0, 4.0), 0.92), (8, Producer(), 0.0)],
-)
-def test_where_a_generated_quantizer_of_x_pays(capability, producer, ratio) -> None:
-    """Behind an RMSNorm, and behind silu(gate) * up. On a B200 a CUDA kernel reads x instead; the
-    scale search, whose CUDA kernel has as many instructions, stays fused."""
-    scheme, search = get_scheme("nvfp4_46_pow2"), get_scheme("nvfp4_search_pow2")
-    assert fusion_gain.expected(scheme, producer, capability) == pytest.approx(ratio, abs=0.01)
-    assert fusion_gain.expected(search, producer, capability) == 0.0
-    graph = InGraph(producer)
-    with assumed_gpu((capability, 0)), FakeTensorMode():
-        x = torch.empty(32, 64, device="cuda", dtype=torch.bfloat16)
-        found = {
-            spec.name: choose("quantize", rowwise_call(spec.name, x).positional, graph)
-            for spec in (scheme, search)
-        }
-    assert found[search.name].name == INDUCTOR
-    assert found[scheme.name].name == (CUDA if ratio > 1.05 else INDUCTOR)
-    if ratio > 1.05:
-        assert f"{ratio:.2f}" in found[scheme.name].why_not[INDUCTOR]
-
-
-def test_the_cuda_quantizer_of_x_has_the_instructions_that_were_counted() -> None:
-    own = Quantizer("row", "nvfp4_46_pow2", "none")
-    for architecture, known in fusion_gain.CUDA_INSTRUCTIONS["nvfp4_46"].items():
-        assert own.instructions(architecture) == pytest.approx(known, abs=0.1)
