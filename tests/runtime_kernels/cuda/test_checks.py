@@ -4,7 +4,6 @@ the others are checked, training's results are right, and the next process runs 
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import os
@@ -18,7 +17,7 @@ import pytest
 import torch
 
 from q2compile.runtime_kernels import kernel_states, registry
-from q2compile.runtime_kernels.choice import Kernel
+from q2compile.runtime_kernels.choice import Choice, Kernel
 from q2compile.runtime_kernels.cuda import check_child, check_results, checks
 from q2compile.runtime_kernels.kernel_states import DeviceLostError, Result, state_of
 from q2compile.runtime_kernels.registry import KernelWarning
@@ -372,9 +371,8 @@ def test_in_training_a_device_error_is_one_error(monkeypatch) -> None:
         raise lost
 
     kernel = Kernel("mark", "cuda", "cuda", fails)
-    other = dataclasses.replace(kernel, name="other")
     with pytest.raises(DeviceLostError) as said:
-        registry._run([kernel, other], args)
+        registry.run_chosen(Choice(kernel, {}), args)
     words = str(said.value)
     assert words.startswith("cuda:0 failed after kernel 'cuda' of q2::mark was launched")
     assert "illegal memory access" in words and "DISABLE_KERNELS=mark.cuda" in words
