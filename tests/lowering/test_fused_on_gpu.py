@@ -16,6 +16,8 @@ from q2compile import lowering
 from q2compile.lowering.prologue import fusion_rule
 from q2compile.passes.post_grad.fuse_rotations import fuse_rotations_pass, fusion_notes
 from q2compile.runtime_kernels.cuda.quantize import fused
+from q2compile.runtime_kernels.ops.table import QUANTIZE
+from q2compile.runtime_kernels.small_calls import form_of
 from q2compile.torch_internals.patches import patched
 from tests.support import quantizer_calls as calls
 from tests.support.emulation.on_cpu import assert_same_bits
@@ -39,16 +41,16 @@ def test_small_ones_agree_with_the_reference(both, scheme, transform) -> None:
     if not both:
         cases = [calls.one(None, ..., scheme, transform, c, 1) for c in (False, True)]
     for case in cases:
-        _, keywords = case.written()
-        assert fused.disagreement(device, keywords) is None
+        form = form_of(QUANTIZE, case.replace(x=None).positional)
+        assert fused.disagreement(device, form) is None
         if fused.no_pair(fused.representative(2), case, device.index) is None:
-            assert fused.disagreement(device, keywords, 2) is None
+            assert fused.disagreement(device, form, 2) is None
 
 
 def test_quest_agrees_with_the_reference() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    _, keywords = calls.masked(None, "mxfp4_quest", "h32").written()
-    assert fused.disagreement(device, keywords) is None
+    form = form_of(QUANTIZE, calls.masked(None, "mxfp4_quest", "h32").positional)
+    assert fused.disagreement(device, form) is None
 
 
 def compiled(monkeypatch, function: Callable, *args: Any, fuse: bool, **how: Any) -> Callable:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import fx
 
-from q2compile.graph import served
 from q2compile.graph.node_meta import ALPHA_FROM, LAUNCH_GROUP
 from q2compile.graph.quantizers import quantizer_of, set_call
 from q2compile.lowering import state
@@ -22,6 +21,7 @@ from q2compile.runtime_kernels.cuda.calls import MOST_OPERANDS
 from tests.support import quantizer_calls as calls
 from tests.support.emulation.inductor import serve_as_on
 from tests.support.graph_builder import EDEN, SOURCE, Builder, q2, traced
+from tests.support.serving import serve_by
 
 aten = torch.ops.aten
 BLACKWELL = 100
@@ -202,7 +202,7 @@ def test_no_check_is_asked_for_scales_that_split_scales_does_not_make(monkeypatc
         asked.append(op)
         return type("Served", (), {"launching": None, "name": "reference"})
 
-    monkeypatch.setattr(served, "serving", only_split_scales)
+    serve_by(monkeypatch, only_split_scales)
     b = Builder()
     x = b.placeholder("arg0_1", 32, 64)
     made = b.call(calls.one(x, b.placeholder("seed", dtype=torch.int64), EDEN, "rht128", False, 0))
