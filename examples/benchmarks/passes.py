@@ -107,8 +107,9 @@ def left_out(
     torch._dynamo.reset()
     dynamo_config.recompile_limit = 64  # beyond it a model runs in eager
     model, tokens = make()
-    steps, peaks = {}, {}
+    rows: list[Row] = []
     for recipe, options in ways.items():
+        steps, peaks = {}, {}
         for way, changed in {"all": {}, **options}.items():
             given = {"recipe": recipe, **changed, **({"mode": mode} if mode else {})}
             step = training_step(
@@ -116,19 +117,19 @@ def left_out(
             )
             step()
             gc.collect()
-            steps[recipe, way], peaks[recipe, way] = step, peak_gib(step)
-    times = in_turns(steps, rounds=10, calls=2)
-    return [
-        {
-            "name": f"without {way}, {name}",
-            "ratio": round(times[recipe, way] / times[recipe, "all"], 3),
-            "unit": "steps with all",
-            "milliseconds": round(times[recipe, way], 2),
-            "peak_ratio": round(peaks[recipe, way] / peaks[recipe, "all"], 3),
-        }
-        for recipe, options in ways.items()
-        for way in options
-    ]
+            steps[way], peaks[way] = step, peak_gib(step)
+        times = in_turns(steps, rounds=10, calls=2)
+        rows += [
+            {
+                "name": f"without {way}, {name}",
+                "ratio": round(times[way] / times["all"], 3),
+                "unit": "steps with all",
+                "milliseconds": round(times[way], 2),
+                "peak_ratio": round(peaks[way] / peaks["all"], 3),
+            }
+            for way in options
+        ]
+    return rows
 
 
 def _rows_of(name: str, **more: Any) -> Benchmark:

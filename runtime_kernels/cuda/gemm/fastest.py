@@ -17,7 +17,7 @@ The first algorithm stays
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -51,7 +51,7 @@ def choose_algorithm(product: GemmKind, device: torch.device, arguments: tuple[A
     if check_results.take_unended(what) is not None:
         LOG.warning("q2compile: a process ended in %s: the first one runs", what.label)
         check_results.remember(what, first.algorithms[0])
-    known = check_results.remembered(what)
+    known: Sequence[int] | None = check_results.remembered(what)
     if known is None:
         with marked(what):
             known = _fastest(product, first.algorithms, arguments)
