@@ -109,24 +109,22 @@ def _names_a_weight(module: nn.Module) -> bool:
             continue
         seen.add(function.__code__)
         names = set(_names_in(function.__code__))
-        values = [each for name in names for each in _values_of(name, names, function, module)]
-        if not (leaves | _ALL).isdisjoint(names) or any(map(_is_or_has_parameter, values)):
+        found = [each for name in names for each in _values_of(name, function, module)]
+        values = [each for value in found for each in _parts_of(value, names)]
+        if not (leaves | _ALL).isdisjoint(names):
+            return True
+        if any(isinstance(each, nn.Parameter) for each in values):
             return True
         todo += values
     return False
 
 
-def _values_of(
-    name: str, names: Collection[str], function: FunctionType, module: nn.Module
-) -> Iterator[Any]:
+def _values_of(name: str, function: FunctionType, module: nn.Module) -> Iterator[Any]:
     """The values that a name in a function called by a forward may have: an attribute of the
-    module, a variable of the function, or a function of a Python module that is named beside it."""
+    module, or a variable of the function."""
     yield getattr(type(module), name, None)
     yield vars(module).get(name)
-    found = function.__globals__.get(name)
-    yield found
-    if isinstance(found, ModuleType):
-        yield from (vars(found).get(each) for each in names)
+    yield function.__globals__.get(name)
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     with suppress(KeyError, ValueError):  # a cell without a value yet
         yield cells[name].cell_contents
@@ -141,10 +139,14 @@ def _function_of(value: Any) -> Any:
     return inspect.getattr_static(value, "__call__", None)
 
 
-def _is_or_has_parameter(value: Any) -> bool:
-    values = value.values() if isinstance(value, dict) else value
-    values = values if isinstance(value, list | tuple | set | dict) else [value]
-    return any(isinstance(each, nn.Parameter) for each in values)
+def _parts_of(value: Any, names: Collection[str]) -> Iterator[Any]:
+    """A value, the elements of a container, and what is named beside it: functions of a Python
+    module, methods of an object."""
+    yield value
+    if isinstance(value, list | tuple | set | dict):
+        yield from value.values() if isinstance(value, dict) else value
+    elif isinstance(value, ModuleType) or type(value).__module__ not in ("builtins", "torch"):
+        yield from (inspect.getattr_static(value, each, None) for each in names)
 
 
 def _names_in(code: CodeType) -> Iterator[str]:

@@ -50,6 +50,9 @@ def product(module: Any, x: Tensor) -> Tensor:
 
 
 class Product:
+    def of(self, module: Any, x: Tensor) -> Tensor:
+        return product(module, x)
+
     def __call__(self, module: Any, x: Tensor) -> Tensor:
         return product(module, x)
 
@@ -70,6 +73,16 @@ class Helped(Calls):
         return self.linear(self.helper(self, x))
 
 
+class Listed(Helped):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.helper[0](self, x))
+
+
+class ByMethod(Helped):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.helper.of(self, x))
+
+
 class Qualified(Helped):
     def forward(self, x: Tensor) -> Tensor:
         return readers_of_this_file.product(self, x)
@@ -79,6 +92,8 @@ HELPERS: dict[str, Callable[[], nn.Module]] = {
     "function": lambda: Helped(lambda _: product),
     "partial": lambda: Helped(lambda m: partial(lambda own, _, x: product(own, x), m)),
     "object": lambda: Helped(lambda _: Product()),
+    "of a list": lambda: Listed(lambda _: [product]),
+    "method": lambda: ByMethod(lambda _: Product()),
     "closure": lambda: Helped(closure),
     "wrapped": lambda: Helped(lambda _: wraps(product)(lambda *args: product(*args))),
     "of a file": lambda: Qualified(lambda _: None),
