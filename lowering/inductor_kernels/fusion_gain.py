@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether it pays that Inductor generates a quantizer as a part of the kernel that computes its
-operand, where a CUDA kernel could read the operand from memory instead.
+"""Decides whether Inductor generates a quantizer as a part of the kernel that computes its operand,
+or a CUDA kernel reads the operand from memory.
 
 A generated kernel moves fewer bytes, and has more instructions per element: it rounds for both
 candidates of 4/6, and packs by shifts. So it depends on the instructions that a GPU issues while it

@@ -66,7 +66,7 @@ class Layer:
 
     @property
     def emulated(self) -> bool:
-        """Whether the GPU has no fp4 tensor cores, so that GEMMs multiply dequantized operands."""
+        """True if the GPU has no fp4 tensor cores, so that GEMMs multiply dequantized operands."""
         return self.capability < BLACKWELL
 
     def elements(self, role: str) -> Any:

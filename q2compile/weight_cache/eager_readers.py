@@ -9,8 +9,8 @@ the values of these besides their codes, in this forward and its backward. The c
     the forward of such a module, if it is not compiled and it, or a function that it names, names
         a parameter of a module inside it
 
-Code that is reached in another way, as through a dictionary of callbacks, gets an error instead
-(`sharded_weight`).
+Code that is reached in another way, such as a forward that is replaced later, or a name that is
+made at run time, gets an error instead (`sharded_weight`).
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class ReaderExchange:
 
 
 def _names_a_weight(module: nn.Module) -> bool:
-    """Whether the forward of a module names a parameter of a module inside it, by an attribute or a
-    variable."""
+    """True if the forward of a module, or a function that it names, names a parameter of a module
+    inside it, by an attribute or a variable."""
     inside = [m for _, m in named_modules(module) if m is not module]
     leaves = {leaf for m in inside for leaf, p in own_parameters(m).items() if p.ndim > 1}
     if not leaves:

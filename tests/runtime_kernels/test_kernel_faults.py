@@ -343,7 +343,7 @@ FAULTS = {
 
 
 def disagreement(op: str, scheme: str, name: str = "broken") -> str | None:
-    """That of the first form of a product which has one."""
+    """Returns the reason for the first form of a product that has one."""
     found = (selfcheck.disagreement(name, ON_CPU, each) for each in products(op, scheme))
     return next(filter(None, found), None)
 

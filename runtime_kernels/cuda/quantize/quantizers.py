@@ -84,7 +84,7 @@ def _unsupported(call: QuantizerCall) -> str | None:
 
 
 def is_aligned(call: QuantizerCall) -> bool:
-    """Whether rows of its operand begin on 16 bytes. They count as unaligned only if that is known:
+    """True if rows of its operand begin on 16 bytes. They count as unaligned only if that is known:
     a size may be a symbol."""
     x, known = call.x, statically_known_true
     if call.spec.name == REQUANTIZE:
