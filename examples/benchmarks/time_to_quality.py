@@ -101,7 +101,9 @@ def loss_gaps() -> dict[str, Gap | None]:
     runs = results(json.loads(ROWS.read_text(encoding="utf-8")))[BRANCHED]
     found = gaps(runs, [(run, BASELINE) for run in VARIANTS if run != BASELINE])
     of_run = {run: gap for (run, _), gap in found.items()}
-    return {BASELINE: None, **dict(sorted(of_run.items(), key=lambda each: each[1].mean))}
+    return {BASELINE: None} | {
+        run: of_run[run] for run in sorted(of_run, key=lambda run: of_run[run].mean)
+    }
 
 
 def time(variant: Variant, device: Device) -> tuple[float, float]:
