@@ -3,6 +3,7 @@
 
 quantizers.py         quantize, requantize
 split_scales.py       split_scales
+fp8.py                the quantizer of scheme fp8, and the transpose of its codes
 plan.py               what a call launches, worked out once for each kind of operand
 grouped_launch.py     several calls with one tail kernel; equal kernels are one batched launch
 grouped_check.py      the self-check of such a group

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""q2::quantize and q2::requantize on CUDA: rotate_quantize.cu, in the launch plans of plan.py.
+"""q2::quantize and q2::requantize on CUDA: rotate_quantize.cu, in the launch plans of plan.py; for
+scheme fp8 fp8.cu.
 
 - Seeds stay on the device, so that a captured CUDA graph draws new random bits at every replay.
 - Ends of groups stay there, too. The padded layout of groups is never written to memory: a thread
@@ -24,6 +25,7 @@ from q2compile.runtime_kernels.cuda.calls import (
     tensors_of,
 )
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
+from q2compile.runtime_kernels.cuda.quantize.fp8 import fp8_launches, quantizing_plan
 from q2compile.runtime_kernels.cuda.quantize.plan import (
     Dbias,
     Groups,
@@ -61,6 +63,10 @@ def why_not(call: QuantizerCall) -> str | None:
         return f"it rounds bf16 to given scales, not {call.x.dtype}"
     if call.dbias is not None and rule == ScaleRule.EXACT:
         return f"{call.scheme.name} has no tail kernel, which could add up the sums of tiles"
+    if call.scheme.is_tensorwise:
+        is_plain = not (call.rotated or call.grouped or call.scheme.dequantized)
+        is_plain = is_plain and call.source_scheme is None
+        return None if is_plain else f"fp8.cu quantizes plain matrices, unlike {call.variant}"
     if call.grouped and call.scheme.swizzled and rule in SCALED_AT_ONCE:
         return "rotate_quantize.cu leaves the last tile of swizzled scales to rows, not to groups"
     return not_served(
@@ -105,10 +111,14 @@ def _quantize_launches(*args: Any) -> Iterator[Launch]:
     for any pitch."""
     call, known = QuantizerCall.of(QUANTIZE, args), statically_known_true
     x, rowwise_columnwise = call.x, (call.rowwise, call.columnwise)
+    has_amax = call.args["amax"] is not None
     if _wants_rows(call):
         x = x if known(x.stride(1) == 1) else x.contiguous()  # it is copied
     elif known(x.stride(1) != 1) and known(x.stride(0) == 1):
         rowwise_columnwise = rowwise_columnwise[::-1]
+    if call.scheme.is_tensorwise:
+        yield from fp8_launches(x.dtype, *rowwise_columnwise, has_amax)
+        return
     pitch = x.stride(0) * x.element_size() % 16
     for vectors in (True, False):
         if not known(pitch != 0 if vectors else pitch == 0):
@@ -119,7 +129,7 @@ def _quantize_launches(*args: Any) -> Iterator[Launch]:
                 rowwise_columnwise,
                 room=shared_memory(x.device.index),
                 vectors=vectors,
-                amax_known=call.args["amax"] is not None,
+                amax_known=has_amax,
                 grouped=call.grouped,
                 dbias=call.dbias is not None,
                 rotates_rows=call.rotates_rows,
@@ -162,6 +172,9 @@ def quantize(*args: Any) -> LaunchPlan:
     if x.stride(1) != 1:
         assert not _wants_rows(call)
         x, (rowwise, columnwise) = x.t(), (columnwise, rowwise)
+    if call.scheme.is_tensorwise:
+        firsts = [operand and operand.first for operand in (rowwise, columnwise)]
+        return quantizing_plan(x, firsts, inputs, slots.get("amax"))
     return quantizer_plan(
         x.device.index,
         SOURCES[x.dtype],

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""fp8.cu, the quantizer of scheme fp8 and the transpose of its codes: the bits of the reference in
+the emulation, in the kernel's PTX, and on a GPU."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from itertools import product
+
+import pytest
+import torch
+
+from q2compile.runtime_kernels.cuda import transpose as turn
+from q2compile.runtime_kernels.cuda.quantize import quantizers
+from q2compile.runtime_kernels.ops.table import QUANTIZE, TRANSPOSE, QuantizerCall
+from q2compile.runtime_kernels.registry import select
+from tests.support import ptx
+from tests.support.emulation.on_cpu import assert_same_bits, launches_on_cpu
+
+q2 = torch.ops.q2
+ROW, COLUMN, BOTH = (True, False), (False, True), (True, True)
+# Whole tiles; one tile with ends everywhere; several with ends, rows on 16 bytes and not.
+SHAPES = (128, 64), (1, 1), (37, 24), (300, 200), (131, 133)
+TYPES = torch.bfloat16, torch.float16, torch.float32
+
+
+def matrix(rows: int, columns: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+    """Zeros of both signs, infinities, NaN, and elements that become subnormals, ties and zeros."""
+    generator = torch.Generator().manual_seed(rows * 7919 + columns)
+    x = torch.randn(rows, columns, generator=generator)
+    x *= torch.exp(4 * torch.randn(rows, 1, generator=generator))
+    x[::5] = torch.randint(-16, 17, x[::5].shape, generator=generator) * 2.0**-9
+    flat = x.view(-1)
+    for i, value in enumerate((0.0, -0.0, torch.inf, -torch.inf, torch.nan)):
+        flat[i + 7 :: 997] = value
+    return (x * scale).to(dtype)
+
+
+def call(x: torch.Tensor, directions: tuple[bool, bool], has_amax: bool) -> QuantizerCall:
+    rowwise, columnwise = directions
+    amax = q2.amax(x) if has_amax else None
+    how = {"x": x, "scheme": "fp8", "rowwise": rowwise, "columnwise": columnwise, "amax": amax}
+    return QuantizerCall.named(QUANTIZE, **how)
+
+
+def calls() -> Iterator[QuantizerCall]:
+    for shape, directions, has_amax in product(SHAPES, (ROW, COLUMN, BOTH), (True, False)):
+        yield call(matrix(*shape, torch.bfloat16), directions, has_amax)
+    for dtype, has_amax in product(TYPES[1:], (True, False)):
+        yield call(matrix(140, 100, dtype), BOTH, has_amax)
+    columns_first = matrix(72, 136, torch.bfloat16).t()
+    expanded, part = torch.ones(1, 72).bfloat16().expand(136, 72), matrix(140, 200, TYPES[0])
+    for x, directions in product(
+        (columns_first, expanded, part[:, 8:72], part[:, 9:80]), (ROW, BOTH)
+    ):
+        yield call(x, directions, False)
+
+
+def extremes() -> Iterator[QuantizerCall]:
+    """The ends of the range of scales: subnormals, the largest numbers, amax at the ends of the
+    range of codes, zeros, nothing but poison, a given amax that is none."""
+    top = torch.finfo(torch.float32).max
+    tops = (2.0**-149, 2.0**-126, 2.0**-118, 447.9, 448.0, 448.1, 1.75 * 2.0**127, top, 0.0)
+    x = torch.linspace(-1, 1, 33).view(3, 11)
+    for each in tops:
+        yield call(x * each, BOTH, False)
+    for value in (torch.nan, torch.inf):
+        yield call(torch.full((3, 11), value), BOTH, False)
+        yield call(x, BOTH, True).replace(amax=torch.tensor(value))
+    yield call(x * 1000, BOTH, True).replace(amax=torch.tensor(1.0))
+    for shape in ((0, 40), (40, 0)):
+        yield call(torch.empty(shape), BOTH, False)
+
+
+def codes() -> Iterator[tuple]:
+    """Every code among them; all columns of it, or part."""
+    for rows, width, columns in (
+        (128, 64, 64),
+        (300, 208, 201),
+        (17, 16, 3),
+        (256, 256, 256),
+        (0, 16, 9),
+    ):
+        made = torch.arange(rows * width, dtype=torch.int32).mul(7).to(torch.uint8)
+        no_scales = torch.empty((0, 0), dtype=torch.float8_e4m3fn)
+        yield made.view(rows, width).view(torch.float8_e4m3fn), no_scales, "fp8", columns, False
+
+
+def assert_alike(quantize: Callable, transpose: Callable, some: slice = slice(None)) -> None:
+    for each in [*calls(), *extremes()][some]:
+        assert_same_bits(quantize(*each.positional), each())
+    for args in [*codes()][some]:
+        assert_same_bits(transpose(*args), q2.transpose(*args))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90a"])
+def test_the_kernel_has_the_bits_of_the_reference(architecture, monkeypatch) -> None:
+    launches_on_cpu(monkeypatch, architecture)
+    assert_alike(quantizers.quantize, turn.transpose)
+
+
+def test_its_ptx_has_too(monkeypatch) -> None:
+    """The second launch may begin during the first; the interpreter checks what it reads before it
+    waits."""
+    pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings", exc_type=ImportError)
+    ptx.serve(monkeypatch, "sm_90a")
+    assert_alike(quantizers.quantize, turn.transpose, slice(1, None, 3))
+
+
+@pytest.mark.gpu
+def test_a_gpu_has_the_bits_of_the_reference() -> None:
+    def on_gpu(op: str) -> Callable:
+        def run(*args):
+            moved = [a.cuda() if isinstance(a, torch.Tensor) else a for a in args]
+            return [t.cpu() for t in select(op, moved, "cuda")(*moved)]
+
+        return run
+
+    assert_alike(on_gpu(QUANTIZE), on_gpu(TRANSPOSE))
+    large = [call(matrix(4096, 1544, TYPES[0]), BOTH, has_amax) for has_amax in (True, False)]
+    for each in large:
+        assert_same_bits(on_gpu(QUANTIZE)(*each.positional), each())
