@@ -226,11 +226,12 @@ def _quantizer(call: QuantizerCall, role: str, layer: Layer, is_fused: bool) -> 
         launches = 1 + (1 if call.args["amax"] is None else _AMAX_LAUNCHES)
         by = TORCH if is_fused else CALL
         return Step(what, bits, bits_before=before, launches=launches, by=by, shared_by=users)
+    if call.scheme.block[0] != 1 and call.scheme.format == "mxfp4":
+        return Step(what, (HIGH + packed_bits(scheme)) * elements)
     if call.scheme.block[0] != 1:  # Inductor kernels read the operand twice; q2::split_scales
         bits = (HIGH + written_bits(scheme)) * elements
         launches = _INDUCTOR_SQUARE_LAUNCHES
         launches += _SPLIT_SCALES_LAUNCHES * (call.scheme.global_scale == "pow2")
-        launches += call.scheme.format == "mxfp4"  # its global scale, a constant
         return Step(what, bits, bits_before=HIGH * elements, launches=launches)
     if role == "x" and layer.x_fuses and is_fused:
         launches = 0 if call.scheme.takes_amax else _SPLIT_SCALES_LAUNCHES

@@ -61,7 +61,7 @@ def test_bits_of_cpp(monkeypatch, shape) -> None:
 def test_bits_of_triton(shape) -> None:
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("Triton has no e4m3 before compute capability 8.9")
-    disable(["cuda"], "a test")  # fp8.cu would make both operands
+    disable(["cuda"], "a test")  # transposable.cu would make both operands
     try:
         assert_compiled_gives_the_same("cuda", *shape)
     finally:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """q2::quantize and q2::requantize on CUDA: rotate_quantize.cu, in the launch plans of plan.py; for
-scheme fp8 fp8.cu.
+schemes whose scales serve rowwise and columnwise, transposable.cu.
 
 - Seeds stay on the device, so that a captured CUDA graph draws new random bits at every replay.
 - Ends of groups stay there, too. The padded layout of groups is never written to memory: a thread
@@ -25,7 +25,7 @@ from q2compile.runtime_kernels.cuda.calls import (
     tensors_of,
 )
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
-from q2compile.runtime_kernels.cuda.quantize.fp8 import fp8_launches, quantizing_plan
+from q2compile.runtime_kernels.cuda.quantize import transposable
 from q2compile.runtime_kernels.cuda.quantize.plan import (
     Dbias,
     Groups,
@@ -63,10 +63,8 @@ def why_not(call: QuantizerCall) -> str | None:
         return f"it rounds bf16 to given scales, not {call.x.dtype}"
     if call.dbias is not None and rule == ScaleRule.EXACT:
         return f"{call.scheme.name} has no tail kernel, which could add up the sums of tiles"
-    if call.scheme.is_tensorwise:
-        is_plain = not (call.rotated or call.grouped or call.scheme.dequantized)
-        is_plain = is_plain and call.source_scheme is None
-        return None if is_plain else f"fp8.cu quantizes plain matrices, unlike {call.variant}"
+    if call.scheme.is_transposable:
+        return transposable.why_not(call)
     if call.grouped and call.scheme.swizzled and rule in SCALED_AT_ONCE:
         return "rotate_quantize.cu leaves the last tile of swizzled scales to rows, not to groups"
     return not_served(
@@ -111,13 +109,12 @@ def _quantize_launches(*args: Any) -> Iterator[Launch]:
     for any pitch."""
     call, known = QuantizerCall.of(QUANTIZE, args), statically_known_true
     x, rowwise_columnwise = call.x, (call.rowwise, call.columnwise)
-    has_amax = call.args["amax"] is not None
     if _wants_rows(call):
         x = x if known(x.stride(1) == 1) else x.contiguous()  # it is copied
     elif known(x.stride(1) != 1) and known(x.stride(0) == 1):
         rowwise_columnwise = rowwise_columnwise[::-1]
-    if call.scheme.is_tensorwise:
-        yield from fp8_launches(x.dtype, *rowwise_columnwise, has_amax)
+    if call.scheme.is_transposable:
+        yield from transposable.launches(call, *rowwise_columnwise)
         return
     pitch = x.stride(0) * x.element_size() % 16
     for vectors in (True, False):
@@ -129,7 +126,7 @@ def _quantize_launches(*args: Any) -> Iterator[Launch]:
                 rowwise_columnwise,
                 room=shared_memory(x.device.index),
                 vectors=vectors,
-                amax_known=has_amax,
+                amax_known=call.args["amax"] is not None,
                 grouped=call.grouped,
                 dbias=call.dbias is not None,
                 rotates_rows=call.rotates_rows,
@@ -139,7 +136,9 @@ def _quantize_launches(*args: Any) -> Iterator[Launch]:
 def _wants_rows(call: QuantizerCall) -> bool:
     """Whether rows of x must be contiguous. If not, a matrix with contiguous columns is read as its
     transpose, with rowwise and columnwise swapped."""
-    return call.grouped or call.masked or call.dbias is not None or not call.rotates_rows
+    has_squares = call.scheme.is_transposable and call.scheme.has_block_scales
+    is_plain = not (call.grouped or call.masked or call.dbias is not None)
+    return has_squares or not (is_plain and call.rotates_rows)
 
 
 def _layouts(*args: Any) -> dict[int, OperandLayout]:
@@ -172,9 +171,9 @@ def quantize(*args: Any) -> LaunchPlan:
     if x.stride(1) != 1:
         assert not _wants_rows(call)
         x, (rowwise, columnwise) = x.t(), (columnwise, rowwise)
-    if call.scheme.is_tensorwise:
+    if call.scheme.is_transposable:
         firsts = [operand and operand.first for operand in (rowwise, columnwise)]
-        return quantizing_plan(x, firsts, inputs, slots.get("amax"))
+        return transposable.quantizing_plan(call, x, firsts, inputs, slots.get("amax"))
     return quantizer_plan(
         x.device.index,
         SOURCES[x.dtype],

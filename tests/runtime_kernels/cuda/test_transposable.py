@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fp8.cu, the quantizer of scheme fp8 and the transpose of its codes: the bits of the reference in
-the emulation, in the kernel's PTX, and on a GPU."""
+"""transposable.cu, the quantizers of scheme fp8 and of squares of MXFP4, and the transpose of fp8
+codes: the bits of the reference in the emulation, in the kernel's PTX, and on a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from q2compile.runtime_kernels.cuda import transpose as turn
 from q2compile.runtime_kernels.cuda.quantize import quantizers
-from q2compile.runtime_kernels.ops.table import QUANTIZE, TRANSPOSE, QuantizerCall
+from q2compile.runtime_kernels.ops.table import QUANTIZE, TRANSPOSE, QuantizerCall, rowwise_call
 from q2compile.runtime_kernels.registry import select
 from tests.support import ptx
 from tests.support.emulation.on_cpu import assert_same_bits, launches_on_cpu
@@ -22,6 +22,7 @@ q2 = torch.ops.q2
 ROW, COLUMN, BOTH = (True, False), (False, True), (True, True)
 # Whole tiles; one tile with ends everywhere; several with ends, rows on 16 bytes and not.
 SHAPES = (128, 64), (1, 1), (37, 24), (300, 200), (131, 133)
+SQUARE = "mxfp4_rceil_32x32"
 TYPES = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -73,6 +74,34 @@ def extremes() -> Iterator[QuantizerCall]:
         yield call(torch.empty(shape), BOTH, False)
 
 
+def squares() -> Iterator[QuantizerCall]:
+    """Whole squares, ends, squares of zeros, one that is not finite, all exponents of fp32."""
+    for (rows, columns), dtype in product(
+        ((32, 256), (1, 1), (37, 24), (100, 520), (65, 133)), TYPES
+    ):
+        x = matrix(rows, columns, dtype).nan_to_num(0.5, 2.0, -2.0)
+        x[32:64, :32] = 0
+        yield rowwise_call(SQUARE, x)
+    x = torch.linspace(-1, 1, 32 * 32).view(32, 32)
+    yield rowwise_call(SQUARE, torch.cat([x * 2.0**i for i in range(-148, 128, 3)], 1))
+    near = torch.tensor(
+        [1.5, 1.5 * (1 + 2.0**-23), 1.5 * (1 - 2.0**-24), 6, 6.25, 2.5, 5, 1.75, 0.25]
+    )
+    yield rowwise_call(SQUARE, torch.cat([near, -near / 4, torch.tensor([0.0, -0.0])]).view(1, -1))
+    yield rowwise_call(SQUARE, matrix(72, 136, TYPES[0]).nan_to_num(0, 0, 0).t())
+    yield rowwise_call(SQUARE, torch.empty(0, 40))
+
+
+def poisoned() -> tuple[QuantizerCall, torch.Tensor]:
+    """A call with two squares that are not finite, and which codes are of the others."""
+    x = torch.linspace(-3, 5, 64 * 96).view(64, 96)
+    is_finite = torch.ones(64, 48, dtype=torch.bool)
+    for value, row, column in ((torch.nan, 5, 40), (-torch.inf, 60, 95)):
+        x[row, column] = value
+        is_finite[row // 32 * 32 :, column // 32 * 16 :][:32, :16] = False
+    return rowwise_call(SQUARE, x), is_finite
+
+
 def codes() -> Iterator[tuple]:
     """Every code among them; all columns of it, or part."""
     for rows, width, columns in (
@@ -88,14 +117,18 @@ def codes() -> Iterator[tuple]:
 
 
 def assert_alike(quantize: Callable, transpose: Callable, some: slice = slice(None)) -> None:
-    for each in [*calls(), *extremes()][some]:
+    for each in [*calls(), *extremes(), *squares()][some]:
         assert_same_bits(quantize(*each.positional), each())
+    each, is_finite = poisoned()
+    (codes_, scales, _), (want, *others) = quantize(*each.positional), each()
+    assert_same_bits([scales, codes_ * is_finite], [others[0], want * is_finite])
+    assert scales.view(torch.uint8).eq(255).sum() == 2
     for args in [*codes()][some]:
         assert_same_bits(transpose(*args), q2.transpose(*args))
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90a", "sm_100a"])
 def test_the_kernel_has_the_bits_of_the_reference(architecture, monkeypatch) -> None:
     launches_on_cpu(monkeypatch, architecture)
     assert_alike(quantizers.quantize, turn.transpose)
@@ -119,6 +152,7 @@ def test_a_gpu_has_the_bits_of_the_reference() -> None:
         return run
 
     assert_alike(on_gpu(QUANTIZE), on_gpu(TRANSPOSE))
-    large = [call(matrix(4096, 1544, TYPES[0]), BOTH, has_amax) for has_amax in (True, False)]
-    for each in large:
+    x = matrix(4096, 1544, TYPES[0])
+    large = [call(x, BOTH, has_amax) for has_amax in (True, False)]
+    for each in (*large, rowwise_call(SQUARE, x.nan_to_num(0, 1, -1))):
         assert_same_bits(on_gpu(QUANTIZE)(*each.positional), each())
