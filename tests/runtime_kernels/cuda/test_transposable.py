@@ -15,6 +15,7 @@ from q2compile.runtime_kernels.cuda import transpose as turn
 from q2compile.runtime_kernels.cuda.quantize import quantizers
 from q2compile.runtime_kernels.ops.table import QUANTIZE, TRANSPOSE, QuantizerCall, rowwise_call
 from q2compile.runtime_kernels.registry import select
+from q2compile.runtime_kernels.small_calls import form_of, small_calls
 from tests.support import ptx
 from tests.support.emulation.on_cpu import assert_same_bits, launches_on_cpu
 
@@ -132,6 +133,20 @@ def assert_alike(quantize: Callable, transpose: Callable, some: slice = slice(No
 def test_the_kernel_has_the_bits_of_the_reference(architecture, monkeypatch) -> None:
     launches_on_cpu(monkeypatch, architecture)
     assert_alike(quantizers.quantize, turn.transpose)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_the_calls_of_its_self_checks_agree(monkeypatch) -> None:
+    """Each form that the recipes ask for has small calls, which the kernel serves."""
+    launches_on_cpu(monkeypatch, "sm_90a")
+    x = matrix(16, 16, TYPES[0])
+    asked = [call(x, how, has_amax) for how, has_amax in product((ROW, BOTH), (True, False))]
+    for each in (*asked, rowwise_call(SQUARE, x)):
+        for small in small_calls(form_of(QUANTIZE, each.positional)):
+            want = QuantizerCall.of(QUANTIZE, small.args)()
+            assert_same_bits(quantizers.quantize(*small.args), want)
+    for small in small_calls(form_of(TRANSPOSE, next(codes()))):
+        assert_same_bits(turn.transpose(*small.args), q2.transpose(*small.args))
 
 
 def test_its_ptx_has_too(monkeypatch) -> None:
