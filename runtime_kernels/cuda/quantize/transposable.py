@@ -49,7 +49,12 @@ def launches(call: QuantizerCall, rows: bool, columns: bool) -> list[Launch]:
     """The launches of a call. rows, columns: along which its operands are in memory."""
     if call.scheme.is_tensorwise:
         return code_launches(call.x.dtype, rows, columns, call.args["amax"] is not None)
-    return [_launch(call.x.dtype, _SQUARES)]
+    return [square_launch(call.x.dtype)]
+
+
+def square_launch(source: torch.dtype) -> Launch:
+    """The launch that makes codes and scales of squares."""
+    return _launch(source, _SQUARES)
 
 
 @functools.cache
