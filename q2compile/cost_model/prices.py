@@ -44,7 +44,7 @@ from q2compile.cost_model.quantizers import (
     packed_bits,
     written_bits,
 )
-from q2compile.cost_model.step import DISPATCHED, FUSED, TORCH, Step
+from q2compile.cost_model.step import CALL, DISPATCHED, FUSED, TORCH, Step
 from q2compile.graph.node_meta import ALPHA_FROM, LAUNCH_GROUP
 from q2compile.graph.nodes import GEMM_OPS, is_q2, named_arguments
 from q2compile.graph.quantizers import quantizer_of
@@ -219,17 +219,19 @@ def _quantizer(call: QuantizerCall, role: str, layer: Layer, is_fused: bool) -> 
     scheme = call.scheme.name.removesuffix(SWIZZLED)
     directions = " rowwise and columnwise" * (len(call.operands) > 1)
     what = f"{call.spec.name} {role}{directions}"
-    if call.scheme.is_tensorwise:  # by Inductor: the largest, then the codes
+    if call.scheme.is_tensorwise:  # the largest, by Inductor if it is given; then the codes
         bits = (HIGH + len(call.operands) * packed_bits(scheme)) * elements
         # The largest of x is part of what computes x.
         before = 0 if role == "x" and layer.x_fuses else HIGH * elements
-        launches = 1 + _AMAX_LAUNCHES
-        return Step(what, bits, bits_before=before, launches=launches, by=TORCH, shared_by=users)
+        launches = 1 + (1 if call.args["amax"] is None else _AMAX_LAUNCHES)
+        by = TORCH if is_fused else CALL
+        return Step(what, bits, bits_before=before, launches=launches, by=by, shared_by=users)
+    if call.scheme.block[0] != 1 and call.scheme.format == "mxfp4":
+        return Step(what, (HIGH + packed_bits(scheme)) * elements)
     if call.scheme.block[0] != 1:  # Inductor kernels read the operand twice; q2::split_scales
         bits = (HIGH + written_bits(scheme)) * elements
         launches = _INDUCTOR_SQUARE_LAUNCHES
         launches += _SPLIT_SCALES_LAUNCHES * (call.scheme.global_scale == "pow2")
-        launches += call.scheme.format == "mxfp4"  # its global scale, a constant
         return Step(what, bits, bits_before=HIGH * elements, launches=launches)
     if role == "x" and layer.x_fuses and is_fused:
         launches = 0 if call.scheme.takes_amax else _SPLIT_SCALES_LAUNCHES

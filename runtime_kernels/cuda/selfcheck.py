@@ -33,6 +33,7 @@ from q2compile.runtime_kernels.cuda.jit.launch import (
 )
 from q2compile.runtime_kernels.kernel_states import UNSUPPORTED, NotServedError, assumed_capability
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
+from q2compile.runtime_kernels.ops.table import QUANTIZE, TRANSPOSE
 from q2compile.runtime_kernels.registry import CPP, CUDA, REFERENCE, select
 from q2compile.runtime_kernels.small_calls import (
     PRODUCTS,
@@ -57,7 +58,7 @@ def rejection(op: str, name: str, args: Sequence[Any], aligned: bool = True) -> 
         LaunchError: the kernel is still to be checked, and a CUDA graph is being captured.
     """
     for place in places_of_schemes(op):
-        if get_scheme(args[place]).is_tensorwise:
+        if get_scheme(args[place]).is_tensorwise and op not in (QUANTIZE, TRANSPOSE):
             return f"it reads and writes FP4; PyTorch's own operations serve {args[place]}"
     if assumed_capability():
         return None

@@ -53,6 +53,7 @@ CHECKED: dict[str | QuantizerVariant, tuple[str, ...]] = {
         *_with_swizzled("nvfp4_46_pow2", "nvfp4_46", "nvfp4_sr_pow2", "nvfp4_sr"),
         *_with_swizzled("mxfp4_rceil", "mxfp4_rceil_sr"),
         *("nvfp4_46_pow2" + DEQUANTIZED, "nvfp4_sr_pow2" + DEQUANTIZED),
+        *("fp8", SQUARE),
     ),
     _ROWWISE_ROTATED: _ROTATED + _DEQUANTIZED,
     COLUMNWISE: _ROTATED + _DEQUANTIZED,

@@ -281,6 +281,20 @@ FAULTS = (
         _PASSES,
     ),
     fault(
+        "an amax that Inductor would fuse with what computes the tensor is left to the quantizer",
+        "q2compile/passes/post_grad/amax_in_quantizer.py",
+        "or not _is_in_memory(call.x)",
+        "",
+        "q2compile/passes/test_amax_in_quantizer.py",
+    ),
+    fault(
+        "squares of MXFP4 that hold an Inf look finite",
+        "runtime_kernels/cuda/csrc/transposable.cu",
+        "largest < kInfinity ? byte : 255",
+        "byte",
+        "runtime_kernels/cuda/test_transposable.py",
+    ),
+    fault(
         "a launch is given more operands than it has room for",
         "runtime_kernels/cuda/quantize/grouping.py",
         "for tail in tails) <= MOST_OPERANDS",
