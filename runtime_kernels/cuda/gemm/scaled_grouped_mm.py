@@ -13,7 +13,7 @@ import torch
 
 from q2compile.runtime_kernels.cuda.gemm.grouped_mm import zero_rows, zero_rows_launch
 from q2compile.runtime_kernels.cuda.gemm.scaled_mm import UNIT
-from q2compile.runtime_kernels.cuda.jit import launch
+from q2compile.runtime_kernels.cuda.jit.launch import unsupported
 from q2compile.runtime_kernels.cuda.jit.limits import capability_of
 from q2compile.runtime_kernels.kernel_states import assumed_capability
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
@@ -47,7 +47,7 @@ def _unsupported(
     }[gemm]
     if odd := [size for size in sizes if not isinstance(size, int) or size % UNIT]:
         return f"its columns and contraction must be multiples of {UNIT}, not {odd[0]}"
-    return None if assumed_capability() else launch.unsupported(a_codes.device.index)
+    return None if assumed_capability() else unsupported(a_codes.device.index)
 
 
 def _prepare(a_codes, *others) -> None:
