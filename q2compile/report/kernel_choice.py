@@ -16,11 +16,10 @@ from q2compile.config import Config
 from q2compile.graph.storages import hint_of
 from q2compile.lowering.inductor_kernels import rows  # noqa: F401  registers Inductor's kernels
 from q2compile.lowering.inductor_kernels.fusion_gain import ComputedOperand
-from q2compile.recipes.recipe import GEMMS, Gemm
+from q2compile.recipes.recipe import GEMMS
 from q2compile.report.row import Row
 from q2compile.runtime_kernels.choice import InGraph, choose
 from q2compile.runtime_kernels.kernel_states import awaited_in
-from q2compile.runtime_kernels.numerics.schemes import SCHEMES
 from q2compile.runtime_kernels.ops.table import GEMM, SEED, SPECS, QuantizerCall
 from q2compile.runtime_kernels.registry import SCALED_MM, bound
 from q2compile.torch_internals.private_names import FakeTensorMode, TorchDispatchMode
@@ -112,9 +111,7 @@ def set_kernels(row: Row, config: Config) -> None:
     in_e4m3 = [
         name
         for name, text in zip(GEMMS, gemms, strict=True)
-        if f"{GEMM}: {SCALED_MM}" in row.kernels[name]
-        and (gemm := Gemm.parse(text)) is not None
-        and "mxfp4" in (SCHEMES[gemm.a.scheme].format, SCHEMES[gemm.b.scheme].format)
+        if f"{GEMM}: {SCALED_MM}" in row.kernels[name] and "mxfp4" in text
     ]
     if in_e4m3:
         row.rounded = (
