@@ -247,10 +247,9 @@ def test_gemms_of_mxfp4_are_fp8s_on_a_hopper():
 def test_experts_in_fp8_are_fp8s_on_a_hopper(capability, kind):
     """torch has its grouped FP8 product there. Elsewhere operands are dequantized for BF16's."""
     layer = Layer(T, N, K, experts=4, grouped=True, capability=capability)
-    found = recipe_steps(resolve("fp8"), layer, ALL)
-    assert {s.kind for s in found if s.what in ALL} == {kind}
-    dequantized = [s.what for s in found if s.what.startswith("dequantize ")]
-    assert (len(dequantized) > 1) == (kind == "bf16")
+    found = {s.what: s.kind for s in recipe_steps(resolve("fp8"), layer, ALL)}
+    assert [found[name] for name in ALL] == [kind] * 3
+    assert ("dequantize dy" in found) == (kind == "bf16")
 
 
 def speeds(*shape, recipe=QUARTET2, **options):
