@@ -199,7 +199,7 @@ def arguments(form: Form, rows: int = ROWS[0], width: int = _WIDTH) -> tuple:
         mask = pack_bits(_matrix(rows, _CHUNKS).roll(1, 1) > 0)
         return _matrix(rows, _CHUNKS, of["grad"]), mask, of["transform"]
     if form.op == PADDED_ENDS:
-        return (_ends(rows),)
+        return _ends(rows), of["filled"]
     if form.op == "signs":
         return _seed(), of["transform"]
     if form.op == SPLIT_SCALES:

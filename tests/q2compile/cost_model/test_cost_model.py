@@ -243,6 +243,15 @@ def test_gemms_of_mxfp4_are_fp8s_on_a_hopper():
     assert found["fprop"].kind == "bf16"
 
 
+@pytest.mark.parametrize("capability, kind", [(8, "bf16"), (HOPPER, "fp8"), (10, "bf16")])
+def test_experts_in_fp8_are_fp8s_on_a_hopper(capability, kind):
+    """torch has its grouped FP8 product there. Elsewhere operands are dequantized for BF16's."""
+    layer = Layer(T, N, K, experts=4, grouped=True, capability=capability)
+    found = {s.what: s.kind for s in recipe_steps(resolve("fp8"), layer, ALL)}
+    assert [found[name] for name in ALL] == [kind] * 3
+    assert ("dequantize dy" in found) == (kind == "bf16")
+
+
 def speeds(*shape, recipe=QUARTET2, **options):
     prediction = predict(recipe, shape, **options)
     return [prediction.speed(device) for device in DEVICES]

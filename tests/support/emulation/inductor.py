@@ -39,6 +39,7 @@ from q2compile.runtime_kernels.cuda.gemm import (
     grouped_bf16,
     grouped_mm,
     grouped_triton_fp4,
+    scaled_grouped_mm,
     triton_fp4,
 )
 from q2compile.runtime_kernels.cuda.jit import disassemble
@@ -194,5 +195,6 @@ def serve_as_on(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
         *gemms,
     ):
         monkeypatch.setattr(module, "rejection", lambda *names: None)
+    monkeypatch.setattr(scaled_grouped_mm, "unsupported", lambda index: None)
     found = divmod(capability, 10)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: found)
