@@ -16,7 +16,6 @@ from torch import fx
 from torch._inductor import ir
 from torch._inductor.lowering import empty_strided, view
 from torch._inductor.virtualized import V
-from torch.utils import _pytree as pytree
 
 from q2compile.graph.gemms import is_read
 from q2compile.graph.launch_groups import global_scales
@@ -223,7 +222,9 @@ def _products_of(members: Sequence[Member]) -> list[AlphaProduct]:
 def _fallback(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     _enqueue_waiting()  # the op may read their results: statistics of a recorded operand do
     made = OpNode.create(op, *args, **kwargs)
-    return pytree.tree_map(lambda x: x.wrap_for_lowering() if is_tensor(x) else x, made)
+    if is_tensor(made):
+        return made.wrap_for_lowering()
+    return tuple(each.wrap_for_lowering() for each in made)
 
 
 class OpNode(ir.FallbackKernel):
@@ -233,8 +234,8 @@ class OpNode(ir.FallbackKernel):
     @classmethod
     def process_kernel(cls, kernel: Any, *args: Any, **kwargs: Any) -> Any:
         """The results, the tensors and the other arguments of a call, and what puts these two into
-        args and kwargs again. None: it makes no unbacked symbols."""
-        flat, spec = pytree.tree_flatten((args, kwargs))
+        args and kwargs again. None: it makes no unbacked symbols. Our ops take no lists."""
+        flat = [*args, *kwargs.values()]
         if any(isinstance(a, sympy.Expr) for a in flat):
             return super().process_kernel(kernel, *args, **kwargs)
         tensors = [cls.realize_input(a) for a in flat if is_tensor(a)]
@@ -243,7 +244,8 @@ class OpNode(ir.FallbackKernel):
 
         def written(tensors: Sequence[Any], others: Sequence[Any]) -> Any:
             parts = iter(tensors), iter(others)
-            return pytree.tree_unflatten([next(parts[not is_tensor(a)]) for a in flat], spec)
+            given = [next(parts[not is_tensor(a)]) for a in flat]
+            return given[: len(args)], dict(zip(kwargs, given[len(args) :], strict=True))
 
         others = [a for a in flat if not is_tensor(a)]
         results = results_of(kernel, bound(name_of(kernel), *written(tensors, others)))
