@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Graphs that are noted, and made again after they were changed."""
+"""Graphs that are noted, and recomputed after they were changed."""
 
 from __future__ import annotations
 
