@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The time that a smaller loss costs: a table, and a picture, of the gap to BF16 against the time of
+"""The time that a smaller loss costs: a table and a picture of the gap to BF16 against the time of
 the linears, for recipes, for layers in BF16 or FP8, and for late switches of the forward.
 
     python examples/benchmarks/time_to_quality.py [--picture FILE]
