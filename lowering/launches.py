@@ -221,7 +221,7 @@ def _products_of(members: Sequence[Member]) -> list[AlphaProduct]:
 
 def _fallback(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     _enqueue_waiting()  # the op may read their results: statistics of a recorded operand do
-    made = OpNode.create(op, *args, **kwargs)
+    made: Any = OpNode.create(op, *args, **kwargs)
     if is_tensor(made):
         return made.wrap_for_lowering()
     return tuple(each.wrap_for_lowering() for each in made)
@@ -254,8 +254,8 @@ class OpNode(ir.FallbackKernel):
     @staticmethod
     def tensor_to_layout(output: torch.Tensor) -> ir.FixedLayout:
         """As of every tensor but one in pinned memory. torch asks that of the fake."""
-        sizes = map(ir.convert_shape_to_inductor, (output.size(), output.stride()))
-        return ir.FixedLayout(output.device, output.dtype, *sizes)
+        size, stride = map(ir.convert_shape_to_inductor, (output.size(), output.stride()))
+        return ir.FixedLayout(output.device, output.dtype, size, stride)
 
 
 def is_tensor(arg: Any) -> bool:
