@@ -221,7 +221,7 @@ def _products_of(members: Sequence[Member]) -> list[AlphaProduct]:
 
 def _fallback(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     _enqueue_waiting()  # the op may read their results: statistics of a recorded operand do
-    made = OpNode.create(op, *args, **kwargs)
+    made: Any = OpNode.create(op, *args, **kwargs)
     if is_tensor(made):
         return made.wrap_for_lowering()
     return tuple(each.wrap_for_lowering() for each in made)
@@ -233,8 +233,9 @@ class OpNode(ir.FallbackKernel):
 
     @classmethod
     def process_kernel(cls, kernel: Any, *args: Any, **kwargs: Any) -> Any:
-        """The results, the tensors and the other arguments of a call, and what puts these two into
-        args and kwargs again. None: it makes no unbacked symbols. Our ops take no lists."""
+        """The results, the tensors and the other arguments of a call, and the function that puts
+        these two into args and kwargs again. The last is None because no unbacked symbol is made.
+        Our ops with a lowering take no lists."""
         flat = [*args, *kwargs.values()]
         if any(isinstance(a, sympy.Expr) for a in flat):
             return super().process_kernel(kernel, *args, **kwargs)
@@ -253,9 +254,9 @@ class OpNode(ir.FallbackKernel):
 
     @staticmethod
     def tensor_to_layout(output: torch.Tensor) -> ir.FixedLayout:
-        """As of every tensor but one in pinned memory. torch asks that of the fake."""
-        sizes = map(ir.convert_shape_to_inductor, (output.size(), output.stride()))
-        return ir.FixedLayout(output.device, output.dtype, *sizes)
+        """The layout of a result. torch also asks its fake whether it is pinned, which none is."""
+        size, stride = map(ir.convert_shape_to_inductor, (output.size(), output.stride()))
+        return ir.FixedLayout(output.device, output.dtype, size, stride)
 
 
 def is_tensor(arg: Any) -> bool:

@@ -375,14 +375,14 @@ def noted(graph: fx.Graph) -> Callable[[], fx.Graph]:
     """A function that makes copies of ``graph`` as it is now. It notes what the nodes are, which
     takes a fraction of the time of a copy. Arguments of nodes are immutable."""
     rows = [
-        (n, dict(n.meta), n.args, n.kwargs, (n.op, n.target), (n.name, n.type)) for n in graph.nodes
+        (n, dict(n.meta), n.op, n.target, n.args, n.kwargs, n.name, n.type) for n in graph.nodes
     ]
 
     def made() -> fx.Graph:
         new, copies = fx.Graph(tracer_cls=graph._tracer_cls), dict[fx.Node, fx.Node]()
-        for node, meta, args, kwargs, called, named in rows:
-            given: Any = map_arg((args, kwargs), copies.__getitem__)
-            copies[node] = new.create_node(*called, *given, *named)
+        for node, meta, op, target, *given, name, type_expr in rows:
+            args, kwargs = map_arg(tuple(given), copies.__getitem__)
+            copies[node] = new.create_node(op, target, args, kwargs, name, type_expr)
             copies[node].meta.update(meta)
         new._codegen = copy.deepcopy(graph._codegen)
         return new

@@ -40,6 +40,7 @@ def test_bytes_and_flops_of_quartet2_by_hand():
     dgrad = (16 + 17) * dy + (4.5 + 8.5) * w + (4.5 * dy + 4.5 * w + 16 * x)
     wgrad = (4.5 + 8.5) * x + (4.5 * dy + 4.5 * x + 16 * w)
     prediction = predict(QUARTET2, (T, N, K))
+    assert predict(QUARTET2, (T, N, K)) is prediction, "equal layers are predicted once"
     assert prediction.bytes == (forward + dgrad + wgrad) / 8
     assert prediction.flops == 3 * 2 * T * N * K
     bf16 = bf16_steps(Layer(T, N, K), ALL)
