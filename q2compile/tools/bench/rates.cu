@@ -7,7 +7,7 @@
 #include "ptx.cuh"
 
 constexpr int kThreads = 1024, kChains = 8;
-constexpr int kOps = 256 / (Q2_RATE == 2 ? 4 : Q2_RATE == 3 ? 2 : 1);  // of as many instructions
+constexpr int kOps = 256 / (Q2_RATE == 2 ? 4 : Q2_RATE == 3 ? 2 : 1);  // so many instructions each
 
 struct Params {
   long long* cycles;

@@ -24,7 +24,7 @@ _FROM = {"F2FP.E4M3": 89, "FFMA2": 100, "F2FP.E2M1": 100}
 
 
 def instructions(target: str) -> list[str]:
-    """Those that an architecture like sm_90a has. 12.x has no packed fp32."""
+    """The instructions that an architecture like sm_90a has. 12.x has no packed fp32."""
     capability = int(target.partition("_")[2].rstrip("af"))
     return [
         name

@@ -54,7 +54,7 @@ def test_a_cpu_has_no_rates() -> None:
 
 @pytest.mark.gpu
 def test_rates_of_a_gpu() -> None:
-    """Of these four the Programming Guide has the numbers; 2% for the loop and its start. No
+    """The Programming Guide has the numbers of these four; 2% for the loop and its start. No
     instruction has more lanes than are issued."""
     rows = {row.name: row for row in rates(Bench.of(torch.device("cuda", 0), group="rates"))}
     found = {name: row.more["lanes"] for name, row in rows.items()}
