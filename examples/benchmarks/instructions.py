@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 
 from q2compile.cost_model.devices import DATA_SHEETS
 from q2compile.cost_model.quantizers import BF16, ROWS_UNROTATED, Quantizer
+from q2compile.cost_model.rates import ISSUED, PIPES, lanes
 from q2compile.runtime_kernels.cuda.jit import disassemble, nvrtc
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import SOURCES, rotate_launch
@@ -31,19 +32,6 @@ RARE = ("LDS.U16",)
 # Issue slots of a tensor-core product of 16x16 by 16x8: twice those of 16x8 by 8x8, which an H200's
 # times of `requantize` set to 5 while it multiplied so.
 PRODUCT = 10
-# Pipe, cycles that an instruction takes there at most (an issue slot, of 128 lanes of a
-# multiprocessor, has one), instructions. ptxas schedules packed fp32 at two cycles on 10.x. Whether
-# arithmetic of mixed precision takes one or two, and whether halves share the pipe of fp32, is not
-# known: the most counts. The others have 64, 64, 16 and 32 results a clock on 9.0 by the CUDA C++
-# Programming Guide 13.0, "Arithmetic Instructions".
-PIPES = (
-    ("fma", 1, "FFMA FADD FMUL IMAD HADD2 HMUL2 HFMA2"),
-    ("fma", 2, "FFMA2 FADD2 FMUL2 FHFMA FHADD"),
-    ("alu", 2, "FMNMX FMNMX3 LOP3 SHF IADD3 IADD LEA SEL FSEL PRMT FSETP ISETP VIMNMX VIMNMX3"),
-    ("conversion", 2, "F2FP I2FP"),
-    ("mufu", 8, "MUFU I2F F2I"),
-    ("shared", 4, "LDS STS LDSM SHFL"),
-)
 DIRECTIONS = {"row": (True, False), "col": (False, True), "both": (True, True)}
 DIRECTIONS[ROWS_UNROTATED] = DIRECTIONS["both"]
 
@@ -62,9 +50,10 @@ def count(case: Quantizer, architecture: str) -> tuple[float, float]:
     fullest pipe."""
     variant = main_launch(case).variant
     loop = disassemble.disassemble(nvrtc.cubin(variant, architecture)).hot_loop(RARE)
-    cycles: Counter[str] = Counter()
-    for pipe, each, names in PIPES:
-        cycles[pipe] += each * sum(loop[name] for name in names.split())
+    cycles: dict[str, float] = defaultdict(float)
+    for pipe in PIPES:
+        for name in pipe.instructions.split():
+            cycles[pipe.name] += loop[name] * ISSUED / lanes(name, architecture)[0]
     found = sum(loop.values()) + (PRODUCT - 1) * loop["HMMA"], max(cycles.values())
     return round(found[0] / ELEMENTS_A_THREAD, 2), round(found[1] / ELEMENTS_A_THREAD, 2)
 

@@ -20,14 +20,16 @@ from torch._inductor.lowering import fallback_handler, view
 from torch._inductor.virtualized import V, ops
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
-from q2compile.lowering.inductor_kernels.fp32 import Value, integer, magnitude_bits
+from q2compile.lowering.inductor_kernels import packed
+from q2compile.lowering.inductor_kernels.fp32 import Fp32, Value, integer, magnitude_bits
 from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.numerics.schemes import Scheme
 
 Index = Sequence[sympy.Expr]
 PerBlock = Callable[[Index], Value]  # (block row, block) -> a value of that block
 PerElement = Callable[[Index, Index], Value]  # ((row, block), (position,)) -> a value
-Code = Callable[[Value, Index], Value]  # (x, place of its block) -> its code
+# (x, place of its block, its column there) -> a value of that element
+OfElement = Callable[[Value, Index, sympy.Expr], Value]
 Kind = Literal["max", "sum"]
 NIBBLES = 8  # of an int32
 
@@ -41,6 +43,7 @@ class ReducedBlocks:
     def __init__(self, x: ir.TensorBox, block: tuple[int, int]) -> None:
         self.height, self.width = block
         self.device = x.get_device_or_error()
+        self.fp = Fp32(self.device)
         shape = x.get_size()
         self.rows, columns = shape
         self.grid = [ceil_div(self.rows, self.height), ceil_div(columns, self.width)]
@@ -52,37 +55,38 @@ class ReducedBlocks:
             if not known(size, whole)
         ]
 
-    def over_blocks(self, kind: Kind, fn: Callable[[Value, Index], Value]) -> ir.TensorBox:
-        """The reduction ("max" or "sum", int32) over each block of fn(x, place of its block)."""
+    def over_blocks(self, kind: Kind, fn: OfElement) -> ir.TensorBox:
+        """The reduction ("max" or "sum", int32) over each block of fn."""
 
         def inner(place: Index, offset: Index) -> Value:
             *down, across = offset
             row = place[0] * self.height + (down[0] if down else 0)
-            return fn(self.load(row, place[1] * self.width + across), place)
+            return fn(self.load(row, place[1] * self.width + across), place, across)
 
         sizes = [self.height, self.width] if self.height > 1 else [self.width]
         return self._reduction(kind, inner, self.grid, sizes)
 
-    def pack(self, code: Code) -> ir.TensorBox:
-        """The codes, int32 in [0, 16), packed: uint8 [M, blocks * width/2].
+    def pack(self, code: OfElement) -> ir.TensorBox:
+        """The codes, int32 in [0, 16) or as of `packed.codes`, packed: uint8 [M, blocks * width/2].
 
         Sums of code * 16^position in int32, one for each 8 codes: products and sums are one
         instruction of the multiply-add pipe, where shifts would wait for the integer pipe.
         """
         per_row = [self.rows, self.grid[1]]
+        together = packed.FOUR if self.fp.converts_e2m1 else 1
 
         def word(index: int) -> PerBlock:
             def inner(place: Index, offset: Index) -> Value:
                 row, block = place
                 x = self.load(row, block * self.width + offset[0])
                 position = ops.index_expr(offset[0], torch.int32)
-                nibble = ops.bitwise_and(position, integer(NIBBLES - 1))
+                nibble = ops.bitwise_and(position, integer(NIBBLES - together))
                 weight = ops.bitwise_left_shift(
                     integer(1), ops.bitwise_left_shift(nibble, integer(2))
                 )
                 here = ops.eq(ops.bitwise_right_shift(position, integer(3)), integer(index))
                 weight = ops.where(here, weight, integer(0))
-                return ops.mul(code(x, [row // self.height, block]), weight)
+                return ops.mul(code(x, [row // self.height, block], offset[0]), weight)
 
             return self._reduction("sum", inner, per_row, [self.width]).make_loader()
 
@@ -107,7 +111,9 @@ class ReducedBlocks:
 
     def largest(self) -> ir.TensorBox:
         """Bits of the largest |x| of each block."""
-        return self.over_blocks("max", lambda x, _: magnitude_bits(x))
+        if self.fp.converts_e2m1:
+            return self.over_blocks("max", lambda x, _, column: packed.largest(x, column))
+        return self.over_blocks("max", lambda x, *_: magnitude_bits(x))
 
     def _joined(self, words: list[PerBlock]) -> ir.TensorBox:
         """The int32 words of each row of each block, 8 codes per word -> uint8 [M, blocks *

@@ -97,29 +97,19 @@ class Fp32:
             p,
         )
 
-    def e2m1_code(self, scaled: Value, magnitude: Value, x: Value) -> Value:
-        """The code, int32 in [0, 16), of scaled = |x| * r, which rounds to magnitude, with the sign
-        of x. Of NaN, anything.
+    def e2m1_code(self, magnitude: Value, x: Value) -> Value:
+        """The code, int32 in [0, 16), of a magnitude of the grid, with the sign of x.
 
-        Without the instruction: e2m1 is the top of an fp32 near its smallest normal. Times 2^-126,
-        .5 falls on a subnormal and 1 on 2^-126, so that the code is the pattern without its last 22
-        bits.
+        e2m1 is the top of an fp32 near its smallest normal. Times 2^-126, .5 falls on a subnormal
+        and 1 on 2^-126, so that the code is the pattern without its last 22 bits.
         """
-        if self.converts_e2m1:
-            code = _ptx(
-                "{ .reg .b8 c; cvt.rn.satfinite.e2m1x2.f32 c, 0f00000000, $1; cvt.u32.u8 $0, c; }",
-                scaled,
-                dtype=torch.int32,
-            )
-        else:
-            code = shifted_right(bits_of(ops.mul(magnitude, number(TINY))), 22)
-        return _with_sign(code, x)
+        return _with_sign(shifted_right(bits_of(ops.mul(magnitude, number(TINY))), 22), x)
 
 
-def _ptx(asm: str, *args: Value, dtype: torch.dtype = torch.float32) -> Value:
-    constraints = ",".join(["=f" if dtype == torch.float32 else "=r"] + ["f"] * len(args))
+def _ptx(asm: str, *args: Value) -> Value:
+    constraints = ",".join(["=f"] + ["f"] * len(args))
     return ops.inline_asm_elementwise(
-        *args, asm=asm, constraints=constraints, dtype=dtype, is_pure=True, pack=1
+        *args, asm=asm, constraints=constraints, dtype=torch.float32, is_pure=True, pack=1
     )
 
 

@@ -44,7 +44,7 @@ class _PowersOfTwo:
 def quantize(blocks: ReducedBlocks, scheme: Scheme) -> Quantized:
     """Codes, e8m0 scales, NaN for poisoned blocks, and 1 / shrink as global scale."""
     largest = blocks.largest().make_loader()
-    scales = _PowersOfTwo(Fp32(blocks.device), largest, scheme)
+    scales = _PowersOfTwo(blocks.fp, largest, scheme)
     rounding = Rounding(blocks, scheme, scales)
     codes = blocks.pack(rounding.code)
 

@@ -107,7 +107,7 @@ def _rounding(blocks: ReducedBlocks, scheme: Scheme, scales: ComparedScales) -> 
 def quantize_pow2(blocks: ReducedBlocks, scheme: Scheme) -> Quantized:
     """Codes, scales and a global scale that is a power of two."""
     largest = blocks.largest().make_loader()
-    rounding = _rounding(blocks, scheme, _Pow2(Fp32(blocks.device), largest))
+    rounding = _rounding(blocks, scheme, _Pow2(blocks.fp, largest))
     codes = blocks.pack(rounding.code)
 
     def raw_scale(place: Index) -> Value:
@@ -125,7 +125,7 @@ _split_scales = partial(launches.launches_of, torch.ops.q2.split_scales.default)
 
 def quantize_exact(blocks: ReducedBlocks, load_amax: PerBlock, scheme: Scheme) -> Quantized:
     """Codes, scales and the papers' global scale, from an amax that is loaded from []."""
-    fp = Fp32(blocks.device)
+    fp = blocks.fp
 
     def computed() -> Value:
         amax = load_amax([])

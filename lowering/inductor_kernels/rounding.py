@@ -9,11 +9,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Protocol
 
+import sympy
 import torch
 from torch._inductor import ir
 from torch._inductor.virtualized import ops
 
-from q2compile.lowering.inductor_kernels import fp32
+from q2compile.lowering.inductor_kernels import fp32, packed
 from q2compile.lowering.inductor_kernels.blocks import Index, PerBlock, ReducedBlocks
 from q2compile.lowering.inductor_kernels.fp32 import Fp32, Value, integer, number
 from q2compile.runtime_kernels.numerics.schemes import E2M1_MAX, Scheme
@@ -58,17 +59,23 @@ class Rounding:
         self.blocks, self.scheme, self.scales, self.fp = blocks, scheme, scales, scales.fp
         self._code, self._reciprocal = self._candidate(scheme.vmax)
 
-    def code(self, x: Value, place: Index) -> Value:
+    def code(self, x: Value, place: Index, column: sympy.Expr) -> Value:
         """The e2m1 code of x."""
-        return self.fp.e2m1_code(*self._nearest(x, place), x)
+        if self.fp.converts_e2m1:
+            return packed.codes(x, self._chosen_reciprocal(place), column)
+        return self.fp.e2m1_code(self._nearest(x, place), x)
 
     def scale(self, place: Index) -> Value:
         """The scale that the block takes, as an int32."""
         return self._code(place)
 
-    def _nearest(self, x: Value, place: Index) -> tuple[Value, Value]:
-        """|x| in units of the scale that its block takes, and what that rounds to."""
-        return self._rounded(x, self._reciprocal(place))
+    def _chosen_reciprocal(self, place: Index) -> Value:
+        """The factor of a block's elements under the scale that it takes."""
+        return self._reciprocal(place)
+
+    def _nearest(self, x: Value, place: Index) -> Value:
+        """|x| rounded, in units of the scale that its block takes."""
+        return self._rounded(x, self._reciprocal(place))[1]
 
     def _candidate(self, vmax: float) -> tuple[PerBlock, PerBlock]:
         """The scale that maps a block's largest to vmax, and its reciprocal."""
@@ -99,14 +106,18 @@ class _Compared(Rounding):
         """The sum of a block's errors under a scale."""
         return self.blocks.over_blocks("sum", partial(self._error, reciprocal)).make_loader()
 
-    def _error(self, reciprocal: PerBlock, x: Value, place: Index) -> Value:
+    def _error(self, reciprocal: PerBlock, x: Value, place: Index, column: sympy.Expr) -> Value:
         """The error of x in units of the scale, in fixed point: the bits of an fp32 in [512, 1024).
         A block's sum of them wraps around, and is right again when its offset is taken off."""
+        if self.fp.converts_e2m1:
+            return packed.errors(x, reciprocal(place), column)
         error = ops.sub(*self._rounded(x, reciprocal(place)))
         return fp32.bits_of(self.fp.square_plus(error, _ERROR_OFFSET))
 
     def _without_offset(self, total: Value) -> Value:
         """A block's error, fp32, from its sum of `_error`, in units of 2^-14."""
+        if self.fp.converts_e2m1:
+            return ops.to_dtype(total, torch.float32)
         offset = _ERROR_OFFSET_BITS * self.blocks.height * self.blocks.width % 2**32
         offset -= offset >> 31 << 32  # as an int32
         return ops.to_dtype(ops.sub(total, integer(offset)), torch.float32)
@@ -127,13 +138,15 @@ class FourOverSix(_Compared):
         """The scale that the block takes, as an int32."""
         return ops.where(self._four(place), self._second_code(place), self._code(place))
 
-    def _nearest(self, x: Value, place: Index) -> tuple[Value, Value]:
-        """|x| in units of the scale that its block takes, and what that rounds to."""
-        scaled, magnitude = self._rounded(x, self._reciprocal(place))
-        second_scaled, second_magnitude = self._rounded(x, self._second_reciprocal(place))
-        four = self._four(place)
-        scaled = ops.where(four, second_scaled, scaled)
-        return scaled, ops.where(four, second_magnitude, magnitude)
+    def _chosen_reciprocal(self, place: Index) -> Value:
+        """The factor of a block's elements under the scale that it takes."""
+        return ops.where(self._four(place), self._second_reciprocal(place), self._reciprocal(place))
+
+    def _nearest(self, x: Value, place: Index) -> Value:
+        """|x| rounded, in units of the scale that its block takes."""
+        _, magnitude = self._rounded(x, self._reciprocal(place))
+        _, second_magnitude = self._rounded(x, self._second_reciprocal(place))
+        return ops.where(self._four(place), second_magnitude, magnitude)
 
     def _takes_four(self, place: Index, *errors: PerBlock) -> Value:
         """Whether the scale for vmax / 1.5 leaves the smaller error."""

@@ -11,6 +11,7 @@ import argparse
 from pathlib import Path
 
 BENCH_GROUPS = (
+    "rates",
     "checks",
     "codes",
     "quantizers",

@@ -7,6 +7,8 @@ Left to a GPU: ptxas may contract a product and a sum that name no rounding into
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import pytest
 import torch
 
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
-from tests.support.emulation.inductor import triton_kernels
+from tests.support.emulation.inductor import Kernel, triton_kernels
 from tests.support.emulation.on_cpu import assert_same_bits
 from tests.support.ptx import inductor as ptx
 from tests.support.ptx.floats import flushed
@@ -25,8 +27,8 @@ q2 = torch.ops.q2
 ROWS, COLS = 40, 112  # 280 blocks: no whole number of tiles
 
 
-def quantized(x: torch.Tensor, scheme: str) -> list[torch.Tensor]:
-    return q2.quantize(x, scheme=scheme, rowwise=True, columnwise=False)
+def quantized(x: torch.Tensor, scheme: str, amax: torch.Tensor | None = None) -> list[torch.Tensor]:
+    return q2.quantize(x, scheme=scheme, rowwise=True, columnwise=False, amax=amax)
 
 
 def operand(dtype: torch.dtype) -> torch.Tensor:
@@ -51,6 +53,42 @@ def test_the_reference_s_bits(scheme, capability, monkeypatch, tmp_path) -> None
     agree(scheme, capability, monkeypatch, tmp_path)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_wider_and_narrower_loads(dtype, monkeypatch, tmp_path) -> None:
+    """A thread has 8 or 2 neighbors. Of 2, each element has a result of its own (`packed`)."""
+    agree(SCHEMES[0], 100, monkeypatch, tmp_path, operand(torch.float32).to(dtype))
+
+
+def test_an_exact_global_scale(monkeypatch, tmp_path) -> None:
+    x = operand(torch.float32)
+    amax = q2.amax(2 * x)
+    kernel = triton_kernels(monkeypatch, 100, lambda x, a: quantized(2 * x, "nvfp4_46", a), x, amax)
+    want = quantized(2 * x, "nvfp4_46", amax)
+    codes, scales = torch.empty_like(want[0]), torch.empty_like(want[1])
+    ptx.run(kernel[-1], 100, tmp_path, [x, want[2], 1 / want[2], scales, codes])
+    assert_same_bits([codes, scales], want[:2])
+
+
+def test_square_blocks(monkeypatch, tmp_path) -> None:
+    """One kernel for what a block has, and one for the codes."""
+    scheme, x = "nvfp4_16x16_46_pow2", operand(torch.float32)[:32]
+    blocks, codes = triton_kernels(monkeypatch, 100, lambda x: quantized(2 * x, scheme), x)
+    want = quantized(2 * x, scheme)
+    six, four, raw = (torch.empty(want[1].shape) for _ in range(3))
+    takes_four, found = torch.empty(want[1].shape, dtype=torch.bool), torch.empty_like(want[0])
+    ptx.run(tiled(blocks, 2, 1), 100, tmp_path, [x, six, four, takes_four, raw])
+    ptx.run(tiled(codes, 8, 2), 100, tmp_path, [x, takes_four, four, six, found])
+    assert_same_bits([found, *q2.split_scales(raw, scheme)], want)
+
+
+def tiled(kernel: Kernel, blocks: int, warps: int) -> Kernel:
+    """With a tile of so many blocks, for which Triton exchanges values by shuffles only."""
+    source = re.sub(r"config=\{.*?\}, *", "", kernel.source)
+    tile = {"XBLOCK": blocks, "num_warps": warps}
+    decorator = re.compile(r"(@triton_heuristics\.\w+\()")
+    return replace(kernel, source=decorator.sub(rf"\g<1>config={tile},", source))
+
+
 def test_a_flush_is_seen(monkeypatch, tmp_path) -> None:
     """Before Blackwell codes come from products that are subnormal (`Fp32.e2m1_code`)."""
     exact = TABLE["mul.f32"]
@@ -60,15 +98,20 @@ def test_a_flush_is_seen(monkeypatch, tmp_path) -> None:
         agree("nvfp4_pow2", 90, monkeypatch, tmp_path)
 
 
-def agree(scheme: str, capability: int, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    x = operand(torch.float32)
+def agree(
+    scheme: str,
+    capability: int,
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    x: torch.Tensor | None = None,
+) -> None:
+    x = operand(torch.float32) if x is None else x
 
     def doubled(x: torch.Tensor) -> list[torch.Tensor]:
-        return quantized(2 * x, scheme)
+        return quantized(2 * x.float(), scheme)
 
     (kernel,) = triton_kernels(monkeypatch, capability, doubled, x)
     codes = torch.empty((ROWS, COLS // 2), dtype=torch.uint8)
     raw = torch.empty((ROWS, COLS // get_scheme(scheme).width))
     ptx.run(kernel, capability, folder, [x, raw, codes])
-    want = quantized(2 * x, scheme)
-    assert_same_bits([codes, *q2.split_scales(raw, scheme)], want)
+    assert_same_bits([codes, *q2.split_scales(raw, scheme)], doubled(x))

@@ -37,6 +37,7 @@ from q2compile.tools.bench.cases import CASES, OTHERS, calls_of_host, calls_of_q
 from q2compile.tools.bench.checks import checks, hashes
 from q2compile.tools.bench.llama_block import Block, LlamaBlock
 from q2compile.tools.bench.losses import losses
+from q2compile.tools.bench.rates import rates
 from q2compile.tools.bench.report import FAULT, MEASURED, NOISE, BenchRow, Times
 from q2compile.tools.bench.timing import Call, host_microseconds
 
@@ -358,6 +359,7 @@ def _host_row(name: str, shape: tuple[int, ...], own: float, bf16: float | None 
 
 
 GROUPS: dict[str, Callable[[Bench], Iterator[BenchRow]]] = {
+    "rates": rates,
     "checks": checks,
     "codes": hashes,
     "quantizers": quantizers,

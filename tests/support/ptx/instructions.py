@@ -23,6 +23,7 @@ TYPES = {
     **{f"s{n}": np.dtype(f"i{n // 8}") for n in (8, 16, 32, 64)},
     **{f"b{n}": np.dtype(f"u{n // 8}") for n in (8, 16, 32, 64)},
     "f32": np.dtype(np.float32),
+    "f64": np.dtype(np.float64),
     "f16": np.dtype(np.uint16),
     "pred": np.dtype(bool),
     "f32x2": np.dtype(U64),
@@ -323,6 +324,8 @@ def _conversions() -> None:
     _define("cvt.rn.f16x2.e4m3x2", "b32", ("b16",), _from_small(E4M3))
     _define("cvt.f32.f16", "f32", ("b16",), lambda a: floats.to_f32(floats.f16_of(a)))
     _define("cvt.f32.bf16", "f32", ("b16",), lambda a: floats.to_f32(floats.bf16_of(a)))
+    _define("cvt.rn.f32.f64", "f32", ("f64",), floats.to_f32)
+    _define("cvt.rmi.ftz.f32.f32", "f32", ("f32",), lambda a: np.floor(floats.flushed(a)))
     # Conversions between 16-bit floats and fp32.
     for t, of in (("f16", floats.f16_of), ("bf16", floats.bf16_of)):
         single = lambda a, of=of: floats.to_f32(of(a))  # noqa: E731

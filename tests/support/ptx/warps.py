@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tests.support.ptx.floats import f16_of, sum_to_odd, to_f32
-from tests.support.ptx.instructions import U16, U32
+from tests.support.ptx.instructions import TYPES, U16, U32
 from tests.support.ptx.memory import POISON
 
 if TYPE_CHECKING:
@@ -105,15 +105,23 @@ def _from_index(machine: Machine, operands: tuple[str, ...]) -> tuple:
     return _shuffle(machine, operands, first)
 
 
-@_together("redux.sync.max.u32")
-def _largest(machine: Machine, operands: tuple[str, ...]) -> tuple:
-    to, value, members = operands
-    read, write = machine.source(value, "u32"), machine.target(to)
+def _reduction(kind: str, reduce: Callable) -> Exchange:
+    def make(machine: Machine, operands: tuple[str, ...]) -> tuple:
+        to, value, members = operands
+        read, write = machine.source(value, kind), machine.target(to)
 
-    def run(mask: np.ndarray | None) -> None:
-        write(np.repeat(read().reshape(-1, 32).max(1), 32), mask)
+        def run(mask: np.ndarray | None) -> None:
+            whole = reduce(read().reshape(-1, 32), axis=1).astype(TYPES[kind])
+            write(np.repeat(whole, 32), mask)
 
-    return _whole_warps(machine, members), run
+        return _whole_warps(machine, members), run
+
+    return make
+
+
+TOGETHER["redux.sync.max.u32"] = _reduction("u32", np.max)
+TOGETHER["redux.sync.max.s32"] = _reduction("s32", np.max)
+TOGETHER["redux.sync.add.s32"] = _reduction("s32", np.sum)
 
 
 @_together("vote.sync.all.pred")
