@@ -10,7 +10,6 @@ from q2compile.lowering.inductor_kernels import fusion_gain, selfcheck
 from q2compile.lowering.inductor_kernels.fusion_gain import ComputedOperand
 from q2compile.runtime_kernels.choice import InGraph, choose, generated_kernel
 from q2compile.runtime_kernels.cuda.jit.limits import capability_of, why_no_fp8
-from q2compile.runtime_kernels.kernel_states import assumed_capability
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.ops.table import (
     AMAX,
@@ -27,7 +26,7 @@ def why_not_amax(graph: InGraph, x: torch.Tensor) -> str | None:
     return _why_not_empty(x)
 
 
-@generated_kernel(QUANTIZE, INDUCTOR)
+@generated_kernel(QUANTIZE, INDUCTOR, selfcheck.check_of)
 def why_not_quantizer(graph: InGraph, *args: Any) -> str | None:
     """It is instead of a CUDA kernel only for nvfp4, if that is faster with the producer of x."""
     call = QuantizerCall.of(QUANTIZE, args)
@@ -43,7 +42,7 @@ def why_not_quantizer(graph: InGraph, *args: Any) -> str | None:
         other = choose(QUANTIZE, call.replace(recorded=False).positional).name
         if other not in (CPP, REFERENCE):
             return f"{slower}; kernel {other!r} serves"
-    return None if assumed_capability() else selfcheck.rejection(call.x.device, call)
+    return None
 
 
 @generated_kernel(DEQUANTIZE, INDUCTOR)

@@ -14,11 +14,9 @@ from q2compile.runtime_kernels.cuda.calls import (
     launching,
 )
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, launch
-from q2compile.runtime_kernels.cuda.selfcheck import rejection
 from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.ops.argument_checks import check_quantized
 from q2compile.runtime_kernels.ops.transpose import checked_transpose, shapes
-from q2compile.runtime_kernels.registry import CUDA
 
 _THREADS, _TILE = 256, 128
 
@@ -31,7 +29,6 @@ def transpose_launch(side: int, swizzled: bool) -> Launch:
 
 @launching(
     "transpose",
-    unsupported=lambda *args: rejection("transpose", CUDA, args),
     launches=lambda codes, scales, scheme, rows, swizzled=False: [
         transpose_launch(checked_transpose(scheme).width, swizzled)
     ],

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from q2compile.runtime_kernels.cuda import checks
-from q2compile.runtime_kernels.cuda.check_results import Request
+from q2compile.runtime_kernels import checks
+from q2compile.runtime_kernels.check_results import Request
 
 DEVICE = torch.device("cpu")
 

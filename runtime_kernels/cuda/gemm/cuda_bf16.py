@@ -7,17 +7,16 @@ a power of two is multiplied into the operands at no cost.
 
 import torch
 
-from q2compile.runtime_kernels.cuda.calls import load
+from q2compile.runtime_kernels.cuda.calls import cuda_kernel, load
 from q2compile.runtime_kernels.cuda.dequantize import dequantize, launches
 from q2compile.runtime_kernels.cuda.gemm.operands import (
     finished,
     without_contraction,
 )
-from q2compile.runtime_kernels.cuda.selfcheck import rejection
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, Scheme, get_scheme
 from q2compile.runtime_kernels.numerics.swizzle import unswizzle_32x4x4
 from q2compile.runtime_kernels.ops.gemm import alpha_of, checked_gemm
-from q2compile.runtime_kernels.registry import CUDA_BF16, kernel
+from q2compile.runtime_kernels.registry import CUDA_BF16
 
 
 def _prepare_bf16(
@@ -28,13 +27,7 @@ def _prepare_bf16(
             load(launches(codes, scheme, 2 * codes.shape[1], torch.bfloat16), codes.device.index)
 
 
-@kernel(
-    "gemm",
-    CUDA_BF16,
-    device_type="cuda",
-    unsupported=lambda *args: rejection("gemm", CUDA_BF16, args),
-    prepare=_prepare_bf16,
-)
+@cuda_kernel("gemm", CUDA_BF16, prepare=_prepare_bf16)
 def gemm_bf16(
     a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
 ) -> torch.Tensor:

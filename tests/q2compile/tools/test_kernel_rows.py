@@ -7,8 +7,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from q2compile.runtime_kernels.cuda import checks, selfcheck
-from q2compile.runtime_kernels.cuda.jit import nvrtc
+from q2compile.runtime_kernels import checks, selfcheck
+from q2compile.runtime_kernels.cuda.jit import launch, nvrtc
 from q2compile.runtime_kernels.cuda.quantize import grouped_check
 from q2compile.runtime_kernels.cuda.quantize.grouped_check import Group
 from q2compile.runtime_kernels.kernel_states import awaited_in, disable
@@ -102,9 +102,9 @@ def test_threads_compile_the_kernels_of_a_group_before_its_check(gpu, monkeypatc
     begun, asked = [], []
     monkeypatch.setattr(nvrtc, "begin", lambda variant, architecture: begun.append(variant))
     monkeypatch.setattr(checks.CHECKER, "submit", lambda request, after: asked.append(len(after)))
-    monkeypatch.setattr(selfcheck, "architecture", lambda index: "sm_90a")
+    monkeypatch.setattr(launch, "architecture", lambda index: "sm_90a")
     row = row_of(grouped_check.request_of(Group((form(ROWWISE, "nvfp4_46_pow2"),) * 2), ON_GPU))
-    with checks.answering(checks.Mode(stored=False)), awaited_in({}):
+    with checks.answering(stored=False), awaited_in({}):
         row.ask()
     files = [(variant.file, dict(variant.defines).get("Q2_BATCH")) for variant in begun]
     assert set(files) == {

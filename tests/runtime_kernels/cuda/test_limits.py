@@ -14,14 +14,15 @@ import torch
 
 from q2compile.report.report import RunReport
 from q2compile.report.row import Row
-from q2compile.runtime_kernels import choice, kernel_states, registry
-from q2compile.runtime_kernels.cuda import emulated, selfcheck
+from q2compile.runtime_kernels import choice, kernel_states, registry, selfcheck
+from q2compile.runtime_kernels.cuda import emulated
 from q2compile.runtime_kernels.cuda.gemm import triton_fp4
-from q2compile.runtime_kernels.cuda.jit import disassemble, launch, limits, nvrtc
+from q2compile.runtime_kernels.cuda.jit import launch, limits, nvrtc
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import rotate_launch
 from q2compile.runtime_kernels.kernel_states import KNOWN, disable, rejected
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.numerics.transforms import get_transform
+from tests.support import disassemble
 from tests.support.checked_forms import BOTH, checked_of, op_of
 from tests.support.new_process import forget_checks
 from tests.support.pretended_gpu import forget, on_gpu
