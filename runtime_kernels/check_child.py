@@ -43,7 +43,7 @@ _PROGRAM = (
     "serve()"
 )
 # The child's messages, and what comes with them.
-READY, BEGUN, ENDED, LOST, UNABLE = "ready", "begun", "ended", "lost", "unable"
+BEGUN, ENDED, LOST, UNABLE = "begun", "ended", "lost", "unable"
 
 
 class Unable(NamedTuple):
@@ -249,12 +249,9 @@ class Checker:
         )
         try:
             self._child = _Child()
-            self._child.next(_STARTING)
-        except _NoAnswer:
-            self._unable = Unable(f"the process of self-checks {self.end_child()}")
         except OSError as error:
             self._unable = Unable(f"no process of self-checks can be started: {error}")
-        return self._child if self._unable is None else None
+        return self._child
 
 
 CHECKER = Checker()

@@ -50,9 +50,9 @@ _PROCESSES = Path("/proc")
 class Request(NamedTuple):
     """A self-check.
 
-    module: has two functions, which are called with `arguments`. `disagreement` returns None, or
-        how the kernel's results differ from the reference's. `compiling` returns the threads that
-        compile what that launches.
+    module: has functions that are called with `arguments`. `disagreement` returns None, or how the
+        kernel's results differ from the reference's. `compiling`, if there is one, returns threads
+        that compile what that launches.
     sources: folders of the kernel's sources, besides runtime_kernels.
     here: it takes milliseconds and does no harm, so it runs at once in the process that asks, each
         time that a process does.

@@ -40,7 +40,6 @@ from q2compile.runtime_kernels.check_child import (
     ENDED,
     LOST,
     MOST_SLOWDOWN,
-    READY,
     SECONDS,
     UNABLE,
     Unable,
@@ -49,20 +48,16 @@ from q2compile.runtime_kernels.check_results import Check, Request
 from q2compile.runtime_kernels.kernel_states import (
     AWAITED,
     KNOWN,
-    REJECTED,
-    UNSUPPORTED,
     DeviceLostError,
     LaunchError,
     Noted,
     NotServedError,
-    Reason,
     Result,
     awaited_in,
     failure_text,
     kernels_own,
     lost_text,
     rejected,
-    state_of,
     warn_of_failure,
     why_disabled,
 )
@@ -142,7 +137,10 @@ def rejection(request: Request) -> str | None:
             return None
     with nullcontext() if inside else _QUICK if request.here else _LOCK:
         found = KNOWN.checks.get(check) or _of_earlier_process(request)
-        found = KNOWN.checks[check] = found or _checked(request)
+        try:
+            found = KNOWN.checks[check] = found or _checked(request)
+        except NotServedError as error:  # the call is wrong, and the reference says so
+            return str(error)
     return _reason(request, found)
 
 
@@ -177,8 +175,8 @@ def begin(request: Request) -> None:
     """Starts a check in the child process, unless its result is known. Threads of this process
     compile its kernels, and the child waits for them."""
     if not is_known(request) and _State.in_child:
-        compiling = importlib.import_module(request.module).compiling
-        CHECKER.submit(request, compiling(*request.arguments))
+        compiling = getattr(importlib.import_module(request.module), "compiling", None)
+        CHECKER.submit(request, compiling(*request.arguments) if compiling else ())
 
 
 def is_known(request: Request) -> bool:
@@ -238,13 +236,13 @@ def run_here(request: Request) -> Result:
     except DeviceLostError:
         raise  # of a check inside of this one
     except Exception as error:
+        if request.here and isinstance(error, NotServedError):
+            raise
         lost = device_error(device)
         if lost is None and not kernels_own(error, op, name, device):
             raise
         reason = failure_text(error)
         lasts = lost is not None or not isinstance(error, _PASSING)
-        if request.here and isinstance(error, NotServedError):
-            reason = Reason(str(error), UNSUPPORTED)  # the call is wrong; the reference says so
     finally:
         _INSIDE.reset(token)
         check_results.unmark(request)
@@ -273,12 +271,11 @@ def device_error(device: torch.device) -> Exception | None:
 
 
 def _reason(request: Request, result: Result) -> str | None:
-    """The reason of a result; the user is warned of a kernel that is rejected."""
-    reason = result.reason
-    if reason is not None and state_of(reason) == REJECTED:
-        op, name, device, *what = request.check
-        warn_of_failure(getattr(what[0] if what else None, "label", op), name, device, reason)
-    return reason
+    """The reason of a result, of which the user is warned."""
+    if result.reason is not None:
+        op, name, device, what, *_ = request.check
+        warn_of_failure(getattr(what, "label", op), name, device, result.reason)
+    return result.reason
 
 
 def serve() -> None:
@@ -300,7 +297,6 @@ def serve() -> None:
             tell(ENDED, (request, result))
 
     _State.in_child, _State.told = False, told
-    tell(READY)
     while True:
         try:
             request, of_parent = asked.recv()

@@ -12,7 +12,7 @@ It is compiled in a thread of its own, since Inductor stores its current graph p
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from pathlib import Path
 from typing import Any
@@ -48,11 +48,6 @@ def request_of(device: torch.device, call: QuantizerCall) -> Request:
 def needs_check(device: torch.device) -> bool:
     """Whether a device needs the check. A CPU does not: tests check Inductor's code for it."""
     return device.type == "cuda"
-
-
-def compiling(device: torch.device, form: Form) -> list[Future]:
-    """No threads: Inductor compiles in the check."""
-    return []
 
 
 def disagreement(device: torch.device, form: Form) -> str | None:
