@@ -20,6 +20,9 @@ said otherwise. Names, and the rows that each makes:
                     time of its first step with empty caches
     8b_unfused      llama_8b_step_unfused: fuse_rotations=False, likewise
     8b_fp8          fp8_8b_step, quartet2_fp8_8b_step: those recipes, likewise
+    8b_2x4096       fp8_8b_2x4096_step: 2 x 4096 tokens, likewise
+    fp8             fp8_llama_step, fp8_30m_64x512_graphs, fp8_moe_step: `llama`, `30m_graphs` and
+                    `moe` under fp8
     8b_mxfp4        mxfp4_2d_8b_step, likewise;  8b_mxfp4_others: mxfp4_8b_step, quartet_8b_step
     8b_8layers      RECIPE_8b_8layers_step: 8 of those layers, beside torchao's float8 training
     accumulation    RECIPE_accumulation_N, RECIPE_accumulation_N_cached: quartet2 and nvfp4 with
@@ -46,9 +49,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import statistics
-import tempfile
-import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -57,6 +57,7 @@ from typing import Any
 
 import torch
 from rows import Benchmark, Row, over_bf16, run
+from telemetry_cost import telemetry_cost
 from torch import nn
 from workloads import (
     EXPERT_WIDTH,
@@ -76,7 +77,6 @@ from workloads import (
     MOE_SEQUENCE,
     MOE_WIDTH,
     SEQUENCE_30M,
-    TINY_LLAMA,
     VOCABULARY_30M,
     ExpertStack,
     Step,
@@ -92,7 +92,6 @@ from workloads import (
 )
 
 import q2compile
-from q2compile import telemetry
 from q2compile.tools.bench.alive import measured
 from q2compile.tools.bench.host import per_call, per_linear
 from q2compile.tools.bench.timing import in_turns
@@ -232,11 +231,13 @@ def small_llama(
         yield {**over_bf16(name, times[name], times["bf16"], TIMES), **own}
 
 
-def large_llama(args: Namespace, variants: Mapping[str, dict[str, Any]]) -> list[Row]:
+def large_llama(
+    args: Namespace, variants: Mapping[str, dict[str, Any]], sequences: int = 1
+) -> list[Row]:
     """Rows of the 8B Llama: name -> options, all in turns with BF16."""
     torch._dynamo.reset()
     model = llama(LLAMA_8B, torch.bfloat16)
-    tokens = random_tokens(LLAMA_8B["vocab_size"], 1, LLAMA_8B_TOKENS)
+    tokens = random_tokens(LLAMA_8B["vocab_size"], sequences, LLAMA_8B_TOKENS)
     ours: Row = {name: {"backend": "quartet2", "options": own} for name, own in variants.items()}
     steps, first, peaks = {}, {}, {}
     for name, how in {"bf16": {}, **ours}.items():
@@ -326,6 +327,25 @@ def _moe_steps(ways: Mapping[str, dict[str, Any]]) -> dict[str, Callable[[], Ste
     return {name: partial(compiled_step, how) for name, how in ways.items()}
 
 
+def in_fp8(args: Namespace) -> Iterator[Row]:
+    """Rows of models that have rows for quartet2."""
+    options = {"recipe": "fp8"}
+    torch._dynamo.reset()
+    model, tokens = _llama()
+    steps = {"inductor": training_step(model, tokens)}
+    steps["fp8"] = training_step(model, tokens, backend="quartet2", options=options)
+    times = in_turns(steps, calls=2)
+    yield over_bf16("fp8_llama_step", times["fp8"], times["inductor"], TIMES)
+    del model, steps
+    gc.collect()
+    yield from small_llama(args, {"fp8_30m_64x512_graphs": "fp8"}, 64, "reduce-overhead")
+    ways: dict[str, dict[str, Any]] = {"inductor": {}}
+    ways["fp8"] = {"backend": "quartet2", "options": options}
+    steps = {name: make() for name, make in _moe_steps(ways).items()}
+    times = in_turns(steps, calls=2)
+    yield over_bf16("fp8_moe_step", times["fp8"], times["inductor"], TIMES)
+
+
 def moe(args: Namespace) -> list[Row]:
     steps, allocated = {}, {}
     for backend, make in _moe_steps({name: {"backend": name} for name in BACKENDS}).items():
@@ -377,81 +397,6 @@ def _options_of(group: str) -> list[Row]:
     ]
 
 
-# ---- telemetry -----------------------------------------------------------------------------------
-
-EVERY = 100
-
-
-def _telemetry_steps(device: torch.device, mode: str | None, folder: str) -> dict[str, Step]:
-    """Variant -> one training step of the same model."""
-    on_gpu = device.type != "cpu"
-    config = {**LLAMA, "num_hidden_layers": 2} if on_gpu else TINY_LLAMA
-    model = llama(config, device=device)
-    shape = (LLAMA_BATCH, LLAMA_SEQUENCE) if on_gpu else (2, 64)
-    tokens = torch.randint(config["vocab_size"], shape, device=device)
-    variants: dict[str, dict[str, Any]] = {
-        "plain": {},
-        "idle": {"telemetry": {"every": 10**9, "to": f"{folder}/idle"}},
-        "every": {"telemetry": {"every": EVERY, "to": f"{folder}/every"}},
-    }
-
-    def step_of(name: str) -> Step:
-        own = {**variants[name], **({"mode": mode} if mode else {})}
-        compiled: Any = torch.compile(model, backend="quartet2", options=own)
-
-        def step() -> None:
-            model.zero_grad(set_to_none=True)
-            with torch.autocast(device.type, torch.bfloat16):
-                loss = compiled(input_ids=tokens, labels=tokens).loss
-            loss.backward()
-            telemetry.step()
-
-        return step
-
-    return {name: step_of(name) for name in variants}
-
-
-def telemetry_cost(args: Namespace) -> list[Row]:
-    """From the wall clock over 100 steps, with a synchronization at their end."""
-    device = GPU if torch.cuda.is_available() else torch.device("cpu")
-    times: dict[str, list[float]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        steps = _telemetry_steps(device, args.mode, folder)
-        for step in steps.values():
-            # Both variants of both graphs, each often enough for a CUDA graph to be captured.
-            for number in (0, 1, 2, EVERY, EVERY + 1, EVERY + 2, 0, 1, 2):
-                telemetry.step(number)
-                step()
-        for _ in range(args.rounds):
-            for name, step in steps.items():
-                telemetry.step(1)
-                _wait(device)
-                start = time.perf_counter()
-                for _ in range(EVERY):  # steps 1 to 100
-                    step()
-                _wait(device)
-                times.setdefault(name, []).append((time.perf_counter() - start) / EVERY)
-        telemetry.flush()
-    plain, idle, every = (statistics.median(times[name]) for name in ("plain", "idle", "every"))
-    found = {"every_100": every, "idle": idle, "recorded": idle + EVERY * (every - idle)}
-    return [
-        {
-            "name": f"telemetry_{name}",
-            "ratio": round(own / plain, 4),
-            "unit": "times the step without telemetry",
-            "milliseconds": round(1e3 * own, 3),
-            "without": round(1e3 * plain, 3),
-            "mode": args.mode or "default",
-        }
-        for name, own in found.items()
-    ]
-
-
-def _wait(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize()
-
-
 # ---- all of them ---------------------------------------------------------------------------------
 
 _30M = {"llama_30m_64x512": "quartet2"} | {f"{name}_30m_64x512": name for name in RECIPES_30M}
@@ -477,6 +422,11 @@ BENCHMARKS = {
     "8b_8layers": Benchmark(
         partial(beside_torchao, recipes=_8_LAYERS, torchao=_TORCHAO), "steps.json"
     ),
+    "8b_2x4096": Benchmark(
+        partial(large_llama, variants={"fp8_8b_2x4096_step": {"recipe": "fp8"}}, sequences=2),
+        "steps.json",
+    ),
+    "fp8": Benchmark(in_fp8, "steps.json"),
     "8b_mxfp4": Benchmark(partial(large_llama, variants=_MXFP4), "steps.json"),
     "8b_mxfp4_others": Benchmark(partial(large_llama, variants=_MXFP4_OTHERS), "steps.json"),
     "accumulation": Benchmark(accumulation, "steps.json"),

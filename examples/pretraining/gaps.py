@@ -75,12 +75,12 @@ def pair(run: Sequence[Result], against: Sequence[Result]) -> Pair | None:
     both = [(r, others[start(r)]) for r in run if start(r) in others and not r.diverged_at]
     if not both:
         return None
-    by_batch = [
+    by_batch = [  # of those that all stems have: --val-tokens may differ between them
         statistics.fmean(x - y for x, y in zip(*batch, strict=True))
         for batch in zip(
-            zip(*(r.val_losses for r, _ in both), strict=True),
-            zip(*(o.val_losses for _, o in both), strict=True),
-            strict=True,
+            zip(*(r.val_losses for r, _ in both), strict=False),
+            zip(*(o.val_losses for _, o in both), strict=False),
+            strict=False,
         )
     ]
     noise = statistics.stdev(by_batch) / math.sqrt(len(by_batch)) if len(by_batch) > 1 else 0.0

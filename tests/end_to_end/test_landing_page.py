@@ -4,6 +4,7 @@ one address, and templates of issues."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import sys
@@ -26,14 +27,18 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 
 
-@pytest.fixture(scope="module")
-def picture() -> ModuleType:
+def script(name: str) -> ModuleType:
+    """A module of examples/benchmarks."""
     sys.path.insert(0, str(EXAMPLES / "benchmarks"))
     try:
-        import recipes_picture
+        return importlib.import_module(name)
     finally:
         sys.path.remove(str(EXAMPLES / "benchmarks"))
-    return recipes_picture
+
+
+@pytest.fixture(scope="module")
+def picture() -> ModuleType:
+    return script("recipes_picture")
 
 
 def row(file: str, name: str) -> dict[str, float]:
@@ -49,6 +54,23 @@ def test_the_picture_is_drawn_from_the_results(picture) -> None:
     assert "prefers-color-scheme: dark" in text
     words = " ".join(ElementTree.fromstring(text).itertext())
     assert all(name in words for name in picture.RECIPES)
+
+
+def test_time_to_quality_is_computed_from_the_results() -> None:
+    """Its table, and which runs the picture names, follow from gaps and the cost model."""
+    made = script("time_to_quality")
+    table = made.table()
+    assert "\n".join(table) in (EXAMPLES / "guides" / "measured.md").read_text(encoding="utf-8")
+    found = {cells[1].strip(" `"): cells for cells in (line.split("|") for line in table[2:])}
+    low, high = map(float, found["quartet2"][4].split("-"))
+    later = [float(found[run][4].split("-")[0]) for run in ("quartet2-late-9", "quartet2-late")]
+    assert 0.4 < low < later[0] < later[1] < 1 and low < high
+    assert float(found["bf16"][4]) == 1.0
+    times, losses = (
+        {"a": 1.0, "b": 0.5, "c": 0.7, "d": 0.6},
+        {"a": 0.0, "b": 3.0, "c": 1.0, "d": 1.0},
+    )
+    assert made.best(times, losses) == ["b", "d", "a"]
 
 
 def test_figures_of_the_readme_are_those_recorded(picture) -> None:

@@ -23,9 +23,9 @@ class Block(nn.Module):
 class Mlp(nn.Module):
     """x + down(silu(up(x))) of x [T, 64], all of it checkpointed on request."""
 
-    def __init__(self, checkpointed=False):
+    def __init__(self, checkpointed=False, bias=True):
         super().__init__()
-        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64, bias=False)
+        self.up, self.down = nn.Linear(64, 128, bias=bias), nn.Linear(128, 64, bias=False)
         self.checkpointed = checkpointed
 
     def forward(self, x):

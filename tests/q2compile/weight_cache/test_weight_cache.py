@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import compile_fx
 
 import q2compile
+from q2compile.runtime_kernels.ops.seed import forget_counters
 from q2compile.torch_internals import optimizer_steps
 from q2compile.weight_cache import graph_inputs
 from q2compile.weight_cache.cache import CodesLayout, parts_of
@@ -327,14 +328,21 @@ def test_cuda_graphs_replay_with_fresh_codes():
     """Codes are inputs of the captured graph; a replay after a step must not see old ones. They are
     not copied into its memory, and nothing is captured again after a step: either would raise the
     count of copied inputs. Both are replayed: under capture cuBLAS has another workspace and may
-    add up in another order."""
+    add up in another order.
+
+    Two things are not the same in every run, on an H200 that other processes use, too, and are
+    left out. The sum of a bias's gradient is tuned by time. The first replay after a recording can
+    see the generator as the recording left it: torch 2.11 writes the offset of random numbers in
+    the stream of the recording, and does not order that before the replay. A `seed` of our own
+    does not use the generator."""
     device, copied, trained = "cuda", [], []
-    plain, cached = models(lambda: nn.Sequential(Mlp(), Mlp()).to(device))
+    plain, cached = models(lambda: nn.Sequential(Mlp(bias=False), Mlp(bias=False)).to(device))
     options = {"inner": "inductor", "mode": "reduce-overhead", "device": device, "steps": 6}
     for model, cache in ((plain, False), (cached, True)):
         counters.clear()
+        forget_counters()
         with counted() as making:
-            losses, weights = train(model, cache, **options)
+            losses, weights = train(model, cache, seed=0, **options)
         trained.append([*losses, *weights])
         copied.append(counters["inductor"]["cudagraph_recorded_non_static_inputs"])
         assert making.calls == 4 * 6 * cache
