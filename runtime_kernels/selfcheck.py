@@ -120,7 +120,7 @@ def difference_on_any_grid(difference: Callable[[], str | None]) -> str | None:
 
 
 def _difference(form: Form, name: str, device: torch.device, args: tuple) -> str | None:
-    on_device, names = _on(device, args), outputs_of(form)
+    on_device, names = moved_to(device, args), outputs_of(form)
     function = select(form.op, on_device, name)
     try:
         want = select(form.op, args, REFERENCE)(*args)
@@ -138,7 +138,7 @@ def _difference(form: Form, name: str, device: torch.device, args: tuple) -> str
 def difference_of_bits(got, want, names: Sequence[str]) -> str | None:
     """How the results of an op, of these names, differ from its reference's, which are on the CPU;
     None if all values are equal."""
-    for which, a, b in zip(names, _tuple(got), _tuple(want), strict=False):
+    for which, a, b in zip(names, as_tuple(got), as_tuple(want), strict=False):
         wrong = (a.cpu().float() != b.float()).sum().item()
         if wrong:
             return f"{wrong} of {b.numel()} {which} differ from the reference"
@@ -168,9 +168,9 @@ def leave_nans(device: torch.device) -> None:
             block.fill_(255)  # NaN in every dtype, also of fp8 and of scales
 
 
-def _on(device: torch.device, arguments: tuple) -> list:
+def moved_to(device: torch.device, arguments: Sequence) -> list:
     return [a.to(device) if isinstance(a, torch.Tensor) else a for a in arguments]
 
 
-def _tuple(result) -> Sequence[torch.Tensor]:
+def as_tuple(result) -> Sequence[torch.Tensor]:
     return result if isinstance(result, tuple | list) else (result,)

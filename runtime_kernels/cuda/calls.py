@@ -36,7 +36,7 @@ from q2compile.runtime_kernels.cuda.jit.launch import (
 from q2compile.runtime_kernels.kernel_states import assumed_capability
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.registry import CUDA, kernel
-from q2compile.runtime_kernels.selfcheck import apart, check_of
+from q2compile.runtime_kernels.selfcheck import apart, check_of, moved_to
 from q2compile.runtime_kernels.small_calls import places_of_schemes
 
 _MOST_BOUND_CALLS = 4096  # for a program whose shapes never repeat
@@ -260,9 +260,7 @@ class Launching:
     def launches_of(self, cases: Iterable[Sequence[Any]], device: torch.device) -> list[Launch]:
         """The launches that calls with such arguments, which are on the CPU, may make on a GPU."""
         with apart(torch.device("cpu")), FakeTensorMode(allow_non_fake_inputs=True):
-            on_gpu = (
-                [a.to(device) if isinstance(a, torch.Tensor) else a for a in c] for c in cases
-            )
+            on_gpu = (moved_to(device, args) for args in cases)
             return [each for args in on_gpu for each in self.launches(*args)]
 
     def begin_compiling(self, cases: Iterable[Sequence[Any]], device: torch.device) -> list[Future]:

@@ -11,6 +11,9 @@ from q2compile.runtime_kernels.choice import Choice, choose
 from q2compile.runtime_kernels.cuda.jit import launch
 from q2compile.runtime_kernels.cuda.jit.limits import family_of
 from q2compile.runtime_kernels.kernel_states import Noted, awaited_in
+from q2compile.runtime_kernels.numerics.layout import empty_quantized
+from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, get_scheme
+from q2compile.runtime_kernels.numerics.transforms import get_transform
 from q2compile.runtime_kernels.ops.table import GEMM
 from q2compile.runtime_kernels.registry import CUBLASLT_FP4, SCALED_MM, TRITON_FP4, emulation
 
@@ -28,7 +31,8 @@ def of_device(index: int) -> list[str]:
             lines.append(f"quantizers on {where} round to FP4 by arithmetic: {target.why}")
         elif target.why:
             lines.append(f"quantizers on {where} are compiled for {target.name}: {target.why}")
-    of_nvfp4, of_mxfp4 = (_of_gemm(index, scheme) for scheme in ("nvfp4_46", "mxfp4_rtn"))
+    schemes = "nvfp4_46_pow2" + SWIZZLED, "mxfp4_rtn"
+    of_nvfp4, of_mxfp4 = (_of_gemm(index, scheme) for scheme in schemes)
     if of_nvfp4.name not in (CUBLASLT_FP4, TRITON_FP4):
         reasons = {of_nvfp4.why_not[name]: name for name in (TRITON_FP4, CUBLASLT_FP4)}
         words = [why if len(reasons) == 1 else f"{name}: {why}" for why, name in reasons.items()]
@@ -51,8 +55,8 @@ def of_device(index: int) -> list[str]:
 def _of_gemm(index: int, scheme: str) -> Choice:
     """The choice for a GEMM. No check begins, and a kernel that was not checked counts as good."""
     with FakeTensorMode(), awaited_in(Noted()):
-        codes = torch.empty((128, 128), dtype=torch.uint8, device=f"cuda:{index}")
-        operand = codes, codes, codes.new_empty((), dtype=torch.float32)
+        x = torch.empty((128, 256), dtype=torch.bfloat16, device=f"cuda:{index}")
+        operand = empty_quantized(x, *x.shape, get_scheme(scheme), get_transform("none"))
         return choose(GEMM, (*operand, *operand, None, scheme, scheme, torch.bfloat16))
 
 

@@ -19,15 +19,14 @@ from q2compile.runtime_kernels.ops.gemm import alpha_of, checked_gemm
 from q2compile.runtime_kernels.registry import CUDA_BF16
 
 
-def _prepare_bf16(
-    a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
-) -> None:
-    for codes, scheme in ((a_codes, a_scheme), (b_codes, b_scheme)):
+def prepare_operands(*args) -> None:
+    """Loads the kernels that dequantize the operands of a GEMM, plain or grouped."""
+    for codes, scheme in ((args[0], args[7]), (args[3], args[8])):
         if not get_scheme(scheme).dequantized:
             load(launches(codes, scheme, 2 * codes.shape[1], torch.bfloat16), codes.device.index)
 
 
-@cuda_kernel("gemm", CUDA_BF16, prepare=_prepare_bf16)
+@cuda_kernel("gemm", CUDA_BF16, prepare=prepare_operands)
 def gemm_bf16(
     a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
 ) -> torch.Tensor:

@@ -48,13 +48,11 @@ def unserved(index: int) -> str | None:
     return why_no_dot_scaled(capability_of(index), triton_version())
 
 
-def _prepare_triton(
-    a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
-) -> None:
-    swizzle.prepare(a_codes.device.index, a_scheme, b_scheme)
+def _prepare(*args) -> None:
+    swizzle.prepare(args[0].device.index, *args[7:9])
 
 
-@cuda_kernel("gemm", TRITON_FP4, _why_not, _prepare_triton)
+@cuda_kernel("gemm", TRITON_FP4, _why_not, _prepare)
 def gemm_triton(
     a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
 ) -> torch.Tensor:
@@ -69,13 +67,7 @@ def _why_no_unrotation(*args) -> str | None:
     return _why_not(*args)
 
 
-def _prepare_unrotation(
-    a_codes, a_scales, a_global, b_codes, b_scales, b_global, mask, a_scheme, b_scheme, *more
-) -> None:
-    swizzle.prepare(a_codes.device.index, a_scheme, b_scheme)
-
-
-@cuda_kernel("gemm_masked_unrotate", TRITON_FP4, _why_no_unrotation, _prepare_unrotation)
+@cuda_kernel("gemm_masked_unrotate", TRITON_FP4, _why_no_unrotation, _prepare)
 def gemm_masked_unrotate_triton(
     a_codes, a_scales, a_global, b_codes, b_scales, b_global, mask, a_scheme, b_scheme, *more
 ) -> torch.Tensor:

@@ -26,7 +26,13 @@ from q2compile.runtime_kernels.cuda.quantize.grouped_launch import (
 )
 from q2compile.runtime_kernels.ops.table import SPECS
 from q2compile.runtime_kernels.registry import CUDA, GROUPED, REFERENCE, select
-from q2compile.runtime_kernels.selfcheck import apart, difference_of_bits, difference_on_any_grid
+from q2compile.runtime_kernels.selfcheck import (
+    apart,
+    as_tuple,
+    difference_of_bits,
+    difference_on_any_grid,
+    moved_to,
+)
 from q2compile.runtime_kernels.small_calls import ROWS, Form, arguments, form_of, outputs_of
 
 
@@ -85,7 +91,7 @@ def disagreement(device: torch.device, group: Group) -> str | None:
         ops = [call.op for call in group.calls]
         given = [_arguments(number, call) for number, call in enumerate(group.calls)]
         others = [torch.tensor(0.3 + number) for number in range(group.others)]
-        made = [_tuple(select(op, a, REFERENCE)(*a)) for op, a in zip(ops, given, strict=True)]
+        made = [as_tuple(select(op, a, REFERENCE)(*a)) for op, a in zip(ops, given, strict=True)]
         want = [result for each in made for result in each]
         names = [
             f"{name} of call {number}"
@@ -96,11 +102,8 @@ def disagreement(device: torch.device, group: Group) -> str | None:
             factor = others[other] if isinstance(other, int) else made[other[0]][other[1]]
             want.append(made[call][own] * factor)
             names.append(f"products of the global scale of call {call + 1}")
-        members = [
-            (op, [t.to(device) if isinstance(t, torch.Tensor) else t for t in a])
-            for op, a in zip(ops, given, strict=True)
-        ]
-        on_device = [other.to(device) for other in others]
+        members = [(op, moved_to(device, a)) for op, a in zip(ops, given, strict=True)]
+        on_device = moved_to(device, others)
         return difference_on_any_grid(
             lambda: difference_of_bits(_run(group, members, on_device, device.index), want, names)
         )
@@ -125,7 +128,3 @@ def _run(
     plan = grouped_plan(plans, group.products, group.others)
     operands = [t for args in laid_out for t in tensors_of(args)]
     return BoundCall(plan, index).outputs_of([*operands, *others])
-
-
-def _tuple(result: Any) -> Sequence[torch.Tensor]:
-    return result if isinstance(result, tuple | list) else (result,)
