@@ -55,8 +55,8 @@ def of_device(index: int) -> list[str]:
 def _of_gemm(index: int, scheme: str) -> Choice:
     """The choice for a GEMM. No check begins, and a kernel that was not checked counts as good."""
     with FakeTensorMode(), awaited_in(Noted()):
-        x = torch.empty((128, 256), dtype=torch.bfloat16, device=f"cuda:{index}")
-        operand = empty_quantized(x, *x.shape, get_scheme(scheme), get_transform("none"))
+        x = torch.empty((), device=f"cuda:{index}")
+        operand = empty_quantized(x, 128, 256, get_scheme(scheme), get_transform("none"))
         return choose(GEMM, (*operand, *operand, None, scheme, scheme, torch.bfloat16))
 
 
