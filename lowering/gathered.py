@@ -25,8 +25,13 @@ def gather_rows(call: OpCall) -> tuple[Any, Any]:
     readers = [reader for output in V.current_node.users for reader in output.users]
     if readers and all(is_emulated(reader) for reader in readers):
         return None, None
-    bytes_ = gathered(reinterpreted(scales, torch.uint8), rows)
-    return gathered(codes, rows), reinterpreted(bytes_, scales.get_dtype())
+    if codes.get_dtype() == torch.float8_e4m3fn:  # which has no block scales
+        return _bytes_gathered(codes, rows), scales
+    return gathered(codes, rows), _bytes_gathered(scales, rows)
+
+
+def _bytes_gathered(matrix: Any, rows: Any) -> Any:
+    return reinterpreted(gathered(reinterpreted(matrix, torch.uint8), rows), matrix.get_dtype())
 
 
 def gathered(matrix: Any, rows: Any) -> Any:

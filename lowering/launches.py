@@ -14,7 +14,7 @@ import sympy
 import torch
 from torch import fx
 from torch._inductor import ir
-from torch._inductor.lowering import empty_strided, fallback_handler, view
+from torch._inductor.lowering import empty_strided, view
 from torch._inductor.virtualized import V
 
 from q2compile.graph.gemms import is_read
@@ -221,7 +221,42 @@ def _products_of(members: Sequence[Member]) -> list[AlphaProduct]:
 
 def _fallback(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     _enqueue_waiting()  # the op may read their results: statistics of a recorded operand do
-    return fallback_handler(op, add_to_fallback_set=False)(*args, **kwargs)
+    made: Any = OpNode.create(op, *args, **kwargs)
+    if is_tensor(made):
+        return made.wrap_for_lowering()
+    return tuple(each.wrap_for_lowering() for each in made)
+
+
+class OpNode(ir.FallbackKernel):
+    """A call of the op itself. Its results are those of an equal call, where sizes are known: torch
+    would make fakes of the operands and the results of each."""
+
+    @classmethod
+    def process_kernel(cls, kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        """The results, the tensors and the other arguments of a call, and the function that puts
+        these two into args and kwargs again. The last is None because no unbacked symbol is made.
+        Our ops with a lowering take no lists."""
+        flat = [*args, *kwargs.values()]
+        if any(isinstance(a, sympy.Expr) for a in flat):
+            return super().process_kernel(kernel, *args, **kwargs)
+        tensors = [cls.realize_input(a) for a in flat if is_tensor(a)]
+        for x in filter(ir.is_storage_and_layout, tensors):
+            ir.as_storage_and_layout(x, freeze=True)
+
+        def written(tensors: Sequence[Any], others: Sequence[Any]) -> Any:
+            parts = iter(tensors), iter(others)
+            given = [next(parts[not is_tensor(a)]) for a in flat]
+            return given[: len(args)], dict(zip(kwargs, given[len(args) :], strict=True))
+
+        others = [a for a in flat if not is_tensor(a)]
+        results = results_of(kernel, bound(name_of(kernel), *written(tensors, others)))
+        return results, tensors, others, written, None
+
+    @staticmethod
+    def tensor_to_layout(output: torch.Tensor) -> ir.FixedLayout:
+        """The layout of a result. torch also asks its fake whether it is pinned, which none is."""
+        size, stride = map(ir.convert_shape_to_inductor, (output.size(), output.stride()))
+        return ir.FixedLayout(output.device, output.dtype, size, stride)
 
 
 def is_tensor(arg: Any) -> bool:

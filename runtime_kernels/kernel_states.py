@@ -36,7 +36,7 @@ INDUCTOR = "inductor"  # the kernel that Inductor generates for an op
 FUSED = "fused"  # CUDA quantizers that compute their operand (prologue fusion), in generated code
 GROUPED = "grouped_launch"  # one launch for several calls, in generated code
 CUDA_BF16, TRITON_FP4, CUBLASLT_FP4 = "cuda_bf16", "triton_fp4", "cublaslt_fp4"
-SCALED_MM = "scaled_mm"  # torch's FP8 GEMM
+SCALED_MM, SCALED_GROUPED_MM = "scaled_mm", "scaled_grouped_mm"  # torch's FP8 GEMMs
 # The rough cost of another kernel in place of one.
 _COSTS = {
     CUDA: "a torch reference takes 10 to 30 times as long",

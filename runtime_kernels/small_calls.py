@@ -147,7 +147,9 @@ def _is_aligned(call: QuantizerCall) -> bool:
 def wants_rows(call: QuantizerCall) -> bool:
     """Whether rows of x must be contiguous. If not, a matrix with contiguous columns is read as its
     transpose, with rowwise and columnwise swapped."""
-    return call.grouped or call.masked or call.dbias is not None or not call.rotates_rows
+    has_squares = call.scheme.is_transposable and call.scheme.has_block_scales
+    is_plain = not (call.grouped or call.masked or call.dbias is not None)
+    return has_squares or not (is_plain and call.rotates_rows)
 
 
 _PLAIN = {type(None), bool, int, float, str, torch.dtype}
@@ -221,7 +223,7 @@ def arguments(form: Form, rows: int = ROWS[0], width: int = _WIDTH) -> tuple:
         mask = pack_bits(_matrix(rows, _CHUNKS).roll(1, 1) > 0)
         return _matrix(rows, _CHUNKS, of["grad"]), mask, of["transform"]
     if form.op == PADDED_ENDS:
-        return (_ends(rows),)
+        return _ends(rows), of["filled"]
     if form.op == "signs":
         return _seed(), of["transform"]
     if form.op == SPLIT_SCALES:

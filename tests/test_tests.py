@@ -49,6 +49,7 @@ PRIVATE_PATCHES = {
     "torch.__future__._swap_module_params_on_conversion",
     "torch._C._cuda_getCurrentRawStream",
     "torch._logging.trace_structured",
+    "torch._scaled_grouped_mm",
 }
 
 

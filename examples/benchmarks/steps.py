@@ -23,6 +23,7 @@ said otherwise. Names, and the rows that each makes:
     8b_2x4096       fp8_8b_2x4096_step: 2 x 4096 tokens, likewise
     fp8             fp8_llama_step, fp8_30m_64x512_graphs, fp8_moe_step: `llama`, `30m_graphs` and
                     `moe` under fp8
+    8b_fp8_generated    fp8_8b_step_generated: w and dy by generated kernels, beside fp8_8b_step
     8b_mxfp4        mxfp4_2d_8b_step, likewise;  8b_mxfp4_others: mxfp4_8b_step, quartet_8b_step
     8b_8layers      RECIPE_8b_8layers_step: 8 of those layers, beside torchao's float8 training
     accumulation    RECIPE_accumulation_N, RECIPE_accumulation_N_cached: quartet2 and nvfp4 with
@@ -406,6 +407,14 @@ _FP8, _MXFP4, _MXFP4_OTHERS = (
     {f"{name}_8b_step": {"recipe": name} for name in names}
     for names in (("fp8", "quartet2_fp8"), ("mxfp4_2d",), ("mxfp4", "quartet"))
 )
+# The last of them: kernels are disabled for what is compiled from then on.
+_GENERATED = {
+    "fp8_8b_step": {"recipe": "fp8"},
+    "fp8_8b_step_generated": {
+        "recipe": "fp8",
+        "disable_kernels": ["quantize.cuda", "transpose.cuda"],
+    },
+}
 _8_LAYERS, _TORCHAO = ("fp8", "quartet2_fp8", "quartet2", "mxfp4_2d"), ("tensorwise", "rowwise")
 _GRAPHS, _8X512 = ({f"llama_30m_{of}": "quartet2"} for of in ("64x512_graphs", "8x512"))
 BENCHMARKS = {
@@ -419,6 +428,7 @@ BENCHMARKS = {
     "8b": Benchmark(partial(large_llama, variants=_8B), "steps.json"),
     "8b_unfused": Benchmark(partial(large_llama, variants=_UNFUSED), "steps.json"),
     "8b_fp8": Benchmark(partial(large_llama, variants=_FP8), "steps.json"),
+    "8b_fp8_generated": Benchmark(partial(large_llama, variants=_GENERATED), "steps.json"),
     "8b_8layers": Benchmark(
         partial(beside_torchao, recipes=_8_LAYERS, torchao=_TORCHAO), "steps.json"
     ),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What telemetry costs a step: the rows `telemetry_*` of steps.py."""
+"""Rows `telemetry_*` of steps.py: the time that telemetry adds to a step."""
 
 from __future__ import annotations
 

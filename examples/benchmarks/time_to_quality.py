@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a smaller loss costs in time: a table, and a picture, of the gap to BF16 against the time of
+"""The time that a smaller loss costs: a table and a picture of the gap to BF16 against the time of
 the linears, for recipes, for layers in BF16 or FP8, and for late switches of the forward.
 
     python examples/benchmarks/time_to_quality.py [--picture FILE]
@@ -107,7 +107,7 @@ def loss_gaps() -> dict[str, Gap | None]:
 
 
 def time(variant: Variant, device: Device) -> tuple[float, float]:
-    """Of the linears over BF16's, forward and backward, at least and at most."""
+    """The linears' time over BF16's, forward and backward, at least and at most."""
     low = high = bf16 = 0.0
     linears = linears_of(LLAMA_8B, LLAMA_8B_TOKENS)
     for projection, (count, layer) in zip(PROJECTIONS, linears, strict=True):

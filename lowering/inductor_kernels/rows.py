@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which calls Inductor kernels serve: rows of the ops' kernels, for `choose`."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,25 +29,32 @@ def why_not_amax(graph: InGraph, x: torch.Tensor) -> str | None:
 
 @generated_kernel(QUANTIZE, INDUCTOR, selfcheck.check_of)
 def why_not_quantizer(graph: InGraph, *args: Any) -> str | None:
-    """It is instead of a CUDA kernel only for nvfp4, if that is faster with the producer of x."""
+    """It is instead of a CUDA kernel only where that is faster with the producer of x: for rows of
+    nvfp4 by their instructions, for those of fp8, which read and write no more than a copy, always.
+    Both directions of fp8 are no faster: the producer is also fused with amax, and computed twice.
+    """
     call = QuantizerCall.of(QUANTIZE, args)
     why = why_not_generated(call.x.device, call) or _why_not_empty(call.x)
     if why is not None:
         return why
     slower: str | None = "it is no faster where nothing is fused"
-    if call.scheme.format == "nvfp4" and graph.computed is not None:
+    if graph.computed is not None and call.scheme.format != "mxfp4" and not call.columnwise:
         on_gpu = call.x.device.type == "cuda"
         major = capability_of(call.x.device)[0] if on_gpu else 0
         slower = fusion_gain.why_not(call.scheme, ComputedOperand(*graph.computed), major)
     if slower is not None:
-        other = choose(QUANTIZE, call.replace(recorded=False).positional).name
-        if other not in (CPP, REFERENCE):
-            return f"{slower}; kernel {other!r} serves"
+        other = _other_kernel(QUANTIZE, call.replace(recorded=False).positional)
+        if other is not None:
+            return f"{slower}; {other}"
     return None
 
 
-@generated_kernel(DEQUANTIZE, INDUCTOR)
 @generated_kernel(TRANSPOSE, INDUCTOR)
+def why_not_transpose(graph: InGraph, *args: Any) -> str | None:
+    return why_not_fp8(graph, *args) or _other_kernel(TRANSPOSE, args)
+
+
+@generated_kernel(DEQUANTIZE, INDUCTOR)
 def why_not_fp8(graph: InGraph, codes: torch.Tensor, scales: Any, *others: Any) -> str | None:
     scheme = next(each for each in others if isinstance(each, str))
     if not get_scheme(scheme).is_tensorwise:
@@ -59,6 +67,12 @@ def why_no_conversion(device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"Triton does not run on {device.type}"
     return why_no_fp8(capability_of(device))
+
+
+def _other_kernel(op: str, args: Sequence[Any]) -> str | None:
+    """A reason in words if a kernel that is no part of Inductor's code serves a call, else None."""
+    other = choose(op, args).name
+    return None if other in (CPP, REFERENCE) else f"kernel {other!r} serves"
 
 
 def _why_not_empty(x: torch.Tensor) -> str | None:

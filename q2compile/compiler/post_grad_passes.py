@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,7 @@ from q2compile.runtime_kernels.choice import ops
 from q2compile.runtime_kernels.kernel_states import AWAITED
 from q2compile.runtime_kernels.registry import bound, warm_up
 from q2compile.torch_internals.aot_autograd import graph_kind
-from q2compile.torch_internals.dynamo import copied
+from q2compile.torch_internals.dynamo import copied, noted
 
 _MEASURED = 9  # major compute capability of the GPUs on which fuse_rotations="auto" fuses
 
@@ -80,13 +79,13 @@ class PostGradPasses(PassRunner):
         if self.fault is None:
             self._run(graph, kind)
             return
-        came = copy.deepcopy(graph)  # a module of it, with its code, is made when it is asked for
+        came = noted(graph)
         try:
             self._run(graph, kind)
         except BackendError:
             raise
         except Exception as error:
-            raise self.fault(self.running, kind, copied(_module(graph), came), error) from error
+            raise self.fault(self.running, kind, copied(_module(graph), came()), error) from error
 
     def _run(self, graph: fx.Graph, kind: str) -> None:
         random_forward = resolved_policy(self.config).random_forward

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -91,13 +92,24 @@ def predict(
     cuda_graphs: the host does not launch.  layer: x_users, w_quantized, bias, x_fuses of a
     `layer.Layer`.
     """
-    gemms = list(gemms)
+    known = all(isinstance(n, int) for n in shape)
+    work = _known if known else _predicted
+    return work(recipe, tuple(shape), tuple(gemms), cuda_graphs, tuple(sorted(layer.items())))
+
+
+def _predicted(
+    recipe: Recipe,
+    shape: tuple[Any, ...],
+    gemms: tuple[str, ...],
+    cuda_graphs: bool,
+    layer: tuple[tuple[str, Any], ...],
+) -> Prediction | None:
     experts = shape[0] if len(shape) == 4 else 1
     hints = [hint_of(n) for n in shape[-3:]]
     if None in hints or 0 in hints:
         return None
     t, n, k = map(_expression, shape[-3:])
-    symbolic = Layer(t, n, k, experts, grouped=len(shape) == 4, **layer)
+    symbolic = Layer(t, n, k, experts, grouped=len(shape) == 4, **dict(layer))
     concrete = replace(symbolic, **dict(zip("tnk", hints, strict=True)))
     steps = recipe_steps(recipe, symbolic, gemms)
     each = {
@@ -117,6 +129,9 @@ def predict(
         bf16_host_seconds=_host(bf16, cuda_graphs),
         at=at,
     )
+
+
+_known = lru_cache(maxsize=256)(_predicted)  # equal layers have one prediction
 
 
 def _gpu(steps: dict[Device, list[Step]], *, most: bool = False) -> dict[str, float]:

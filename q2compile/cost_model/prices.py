@@ -19,7 +19,8 @@ Lowering decides what no graph shows:
                for the tensor takes a read of its own before them
     emulated   without fp4 tensor cores GEMMs are in BF16, or those of MXFP4 in FP8; codes that they
                read are dequantized, or made e4m3
-    fp8        a GEMM has the rate of fp8 tensor cores on every GPU
+    fp8        a GEMM has the rate of fp8 tensor cores on every GPU, a grouped one on a Hopper; on
+               others that is one in BF16 of dequantized operands
     experts    a grouped GEMM in FP4 is taken to be as fast as one of a single weight. What pads an
                expert's tokens to whole chunks and tiles, half a chunk each, is not counted
 """
@@ -35,7 +36,15 @@ import torch
 from torch import fx
 
 from q2compile.cost_model.devices import TRANSPOSE_REACH
-from q2compile.cost_model.layer import RESULT, Layer, TracedGraph, gemm_of, multiplies, traced
+from q2compile.cost_model.layer import (
+    HOPPER,
+    RESULT,
+    Layer,
+    TracedGraph,
+    gemm_of,
+    multiplies,
+    traced,
+)
 from q2compile.cost_model.quantizers import (
     BF16,
     HIGH,
@@ -44,7 +53,7 @@ from q2compile.cost_model.quantizers import (
     packed_bits,
     written_bits,
 )
-from q2compile.cost_model.step import DISPATCHED, FUSED, TORCH, Step
+from q2compile.cost_model.step import CALL, DISPATCHED, FUSED, TORCH, Step
 from q2compile.graph.node_meta import ALPHA_FROM, LAUNCH_GROUP
 from q2compile.graph.nodes import GEMM_OPS, is_q2, named_arguments
 from q2compile.graph.quantizers import quantizer_of
@@ -148,12 +157,12 @@ def _product(node: fx.Node, name: str, layer: Layer) -> list[Step]:
     written = (HIGH + is_q2(node, GEMM_MASKED_UNROTATE)) * result  # that one reads a mask
     bits = written + sum(packed_bits(s.name) * layer.elements(r) for r, s in schemes.items())
     first = next(iter(schemes.values()))
-    if first.is_tensorwise:
+    if first.is_tensorwise and (not layer.grouped or layer.capability == HOPPER):
         return [Step(name, bits, layer.flops, "fp8", by=TORCH)]
     if layer.emulated and first.format == "mxfp4" and not layer.grouped:
         bits = written + _E4M3 * sum(map(layer.elements, schemes))
         return [*_in_e4m3(layer, schemes), Step(name, bits, layer.flops, "fp8", by=TORCH)]
-    if layer.emulated:
+    if layer.emulated or first.is_tensorwise:
         is_plain = layer.grouped or all(scheme.has_pow2_scale for scheme in schemes.values())
         is_masked = any(is_q2(user, MASKED_UNROTATE) for user in node.users)
         product = _plain_gemm(layer, name) if is_plain else _fp32_gemm(layer, name, not is_masked)
@@ -219,17 +228,19 @@ def _quantizer(call: QuantizerCall, role: str, layer: Layer, is_fused: bool) -> 
     scheme = call.scheme.name.removesuffix(SWIZZLED)
     directions = " rowwise and columnwise" * (len(call.operands) > 1)
     what = f"{call.spec.name} {role}{directions}"
-    if call.scheme.is_tensorwise:  # by Inductor: the largest, then the codes
+    if call.scheme.is_tensorwise:  # the largest, by Inductor if it is given; then the codes
         bits = (HIGH + len(call.operands) * packed_bits(scheme)) * elements
         # The largest of x is part of what computes x.
         before = 0 if role == "x" and layer.x_fuses else HIGH * elements
-        launches = 1 + _AMAX_LAUNCHES
-        return Step(what, bits, bits_before=before, launches=launches, by=TORCH, shared_by=users)
+        launches = 1 + (1 if call.args["amax"] is None else _AMAX_LAUNCHES)
+        by = TORCH if is_fused else CALL
+        return Step(what, bits, bits_before=before, launches=launches, by=by, shared_by=users)
+    if call.scheme.block[0] != 1 and call.scheme.format == "mxfp4":
+        return Step(what, (HIGH + packed_bits(scheme)) * elements)
     if call.scheme.block[0] != 1:  # Inductor kernels read the operand twice; q2::split_scales
         bits = (HIGH + written_bits(scheme)) * elements
         launches = _INDUCTOR_SQUARE_LAUNCHES
         launches += _SPLIT_SCALES_LAUNCHES * (call.scheme.global_scale == "pow2")
-        launches += call.scheme.format == "mxfp4"  # its global scale, a constant
         return Step(what, bits, bits_before=HIGH * elements, launches=launches)
     if role == "x" and layer.x_fuses and is_fused:
         launches = 0 if call.scheme.takes_amax else _SPLIT_SCALES_LAUNCHES

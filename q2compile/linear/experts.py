@@ -134,7 +134,9 @@ class GroupedLinearFunction(torch.autograd.Function):
         seed_index: int,
         *w_parts: Tensor,
     ) -> Tensor:
-        padded_offs = torch.ops.q2.padded_ends(offs)
+        # FP8's wgrad has no empty group: grouped products on FP8 tensor cores contract none.
+        filled = recipe.wgrad is not None and SCHEMES[recipe.wgrad.a.scheme].is_tensorwise
+        padded_offs = torch.ops.q2.padded_ends(offs, filled)
         y, saved = forward(ctx, Grouped(offs, padded_offs), x, w, None, recipe, seed_index, w_parts)
         ctx.save_for_backward(offs, padded_offs, *saved.values())
         ctx.names = tuple(saved)

@@ -34,6 +34,7 @@ from q2compile.passes.joint.quantize_rows_once import quantize_rows_once_pass
 from q2compile.passes.joint.quantize_shards import quantize_shards_pass
 from q2compile.passes.joint.recompute_mask import recompute_mask_pass
 from q2compile.passes.joint.recompute_weights import recompute_weights_pass
+from q2compile.passes.post_grad.amax_in_quantizer import amax_in_quantizer_pass
 from q2compile.passes.post_grad.concatenate_last import concatenate_last_pass
 from q2compile.passes.post_grad.dequantize_operands import dequantize_operands_pass
 from q2compile.passes.post_grad.fuse_rotations import fuse_rotations_pass, fusion_notes
@@ -147,6 +148,7 @@ PASSES: tuple[Pass, ...] = (
     _post_grad("unrotate_in_gemm", unrotate_in_gemm_pass),  # those two look for gemm nodes
     # After all that rewrite the quantizers that it replaces.
     _post_grad("sum_columns", sum_columns_pass),
+    _post_grad("amax_in_quantizer", amax_in_quantizer_pass),  # no pass after it looks for an amax
     # After all passes that create or split quantizers.
     _post_grad("gather_quantizers", gather_quantizers_pass),
     _post_grad("concatenate_last", concatenate_last_pass),  # looks at the quantizers that are left

@@ -143,7 +143,7 @@ class GraphLog:
         for row in self._rows:
             if row.taken:
                 row.taken, row.kernels, row.calls = False, {}, {}
-                row.saved_bytes = row.saved_elements = None
+                row.saved_bytes, row.saved_elements, row.rounded = None, None, ""
                 row.recipe = row.fprop = row.dgrad = row.wgrad = "bf16"
                 row.why = why
         if not self._rows:  # not even found

@@ -20,8 +20,8 @@ from q2compile.recipes.recipe import GEMMS
 from q2compile.report.row import Row
 from q2compile.runtime_kernels.choice import InGraph, choose
 from q2compile.runtime_kernels.kernel_states import awaited_in
-from q2compile.runtime_kernels.ops.table import SEED, SPECS, QuantizerCall
-from q2compile.runtime_kernels.registry import bound
+from q2compile.runtime_kernels.ops.table import GEMM, SEED, SPECS, QuantizerCall
+from q2compile.runtime_kernels.registry import SCALED_MM, bound
 from q2compile.torch_internals.private_names import FakeTensorMode, TorchDispatchMode
 
 _GRAPHS = InGraph(ComputedOperand()), InGraph()
@@ -108,3 +108,13 @@ def set_kernels(row: Row, config: Config) -> None:
     lowers = config.inner == "inductor"
     dtype = getattr(torch, row.dtype)
     row.kernels, row.calls = kernels_used(gemms, shape, dtype, row.device, lowers)
+    in_e4m3 = [
+        name
+        for name, text in zip(GEMMS, gemms, strict=True)
+        if f"{GEMM}: {SCALED_MM}" in row.kernels[name] and "mxfp4" in text
+    ]
+    if in_e4m3:
+        row.rounded = (
+            f"{', '.join(in_e4m3)} in e4m3, which rounds blocks over 2^14 below the largest of "
+            "their operand"
+        )

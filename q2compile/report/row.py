@@ -31,6 +31,7 @@ class Row:
                   and why. "" if dgrad uses none, or if that is not known yet
     gathered      "gathers codes", or "gathers values" and why, if ranks gather w, by FSDP2 under
                   `gather_codes` or in the graph; else ""
+    rounded       GEMMs that are not exact for all of their MXFP4 operands, and where; else ""
     flops, bytes  those of the layer with its recipe; text if a size is symbolic
     predicted     device -> {"time": divided by BF16's, "speed": the inverse, "microseconds",
                   "bf16_microseconds", "gpu_microseconds", "host_microseconds"}, from data sheets
@@ -64,6 +65,7 @@ class Row:
     saved_elements: int | None = None
     weight: str = ""
     gathered: str = ""
+    rounded: str = ""
     flops: int | str | None = None
     bytes: int | str | None = None
     predicted: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -119,5 +121,5 @@ def cells(row: Row) -> dict[str, str]:
             name: f"{times['microseconds'] / times['bf16_microseconds']:.2f}"
             for name, times in row.predicted.items()
         },
-        "why": row.why or row.gathered,
+        "why": row.why or "; ".join(filter(None, (row.gathered, row.rounded))),
     }

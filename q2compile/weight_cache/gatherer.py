@@ -39,6 +39,7 @@ _NONE = "none"
 # of gather_codes, which may follow; and of a rank without one for others that may have.
 _FOR_OTHERS, _FOR_A_CALL, _WITHOUT_A_CALL = 600.0, 10.0, 10.0
 _texts: list[str] = []  # of this rank's calls
+_graphs_without_call: set[str] = set()  # types of sharded models that graphs were compiled for
 _asked: set[int] = set()  # numbers of calls that this rank skipped and requested from others
 _gatherers: Any = WeakIdKeyDictionary()  # the outermost sharded module -> its Gatherer
 _covered: Any = WeakIdKeyDictionary()  # a sharded module in it -> the same
@@ -88,8 +89,12 @@ class Gatherer:
             weight.others = self.others
             if not weight.why:
                 self._eager.append(_ValuesIfEager(weight))
-        if any(fsdp.gathered_parameter(w.record) is not None for w in self.weights):
-            torch.compiler.reset()  # graphs of a step before this call take no codes
+        # Graphs compiled before this call take no codes, and Dynamo runs those of an equal model
+        # for this one.
+        stepped = any(fsdp.gathered_parameter(w.record) is not None for w in self.weights)
+        if stepped or _graphs_without_call:
+            torch.compiler.reset()
+            _graphs_without_call.clear()
 
     def agree(self) -> None:
         """Raise ConfigError unless all ranks have called gather_codes on the same model."""
@@ -179,6 +184,7 @@ def check_all_called(root: nn.Module | None) -> None:
         gatherer.agree()
     if known or not sharded:
         return
+    _graphs_without_call.add(type(root).__name__)
     records = [r for m in sharded for group in fsdp.groups_of(m) for r in group.fsdp_params]
     ranks = {rank for record in records for rank in fsdp.ranks_of(record)}
     reached = {rank for record in records for rank in fsdp.ranks_of_shards(record)}

@@ -35,6 +35,7 @@ from q2compile.runtime_kernels.cuda.jit.launch import (
 )
 from q2compile.runtime_kernels.kernel_states import assumed_capability
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
+from q2compile.runtime_kernels.ops.table import QUANTIZE, TRANSPOSE
 from q2compile.runtime_kernels.registry import CUDA, kernel
 from q2compile.runtime_kernels.selfcheck import apart, check_of, moved_to
 from q2compile.runtime_kernels.small_calls import places_of_schemes
@@ -352,7 +353,8 @@ def cuda_kernel(
     def unserved(*args: Any) -> str | None:
         why = why_not(*args)
         for place in places_of_schemes(op):
-            if why is None and get_scheme(args[place]).is_tensorwise:
+            spec = get_scheme(args[place])
+            if why is None and spec.is_tensorwise and op not in (QUANTIZE, TRANSPOSE):
                 why = f"it reads and writes FP4; PyTorch's own operations serve {args[place]}"
         return why if why or assumed_capability() else unsupported(device_of(args).index)
 

@@ -18,17 +18,18 @@ from q2compile.runtime_kernels.ops.argument_checks import check_groups
 
 
 @functools.cache
-def padded_ends_launch() -> Launch:
-    return launch("padded_ends.cu", "PPi", 32, defines={})
+def padded_ends_launch(filled: bool = False) -> Launch:
+    return launch("padded_ends.cu", "PPi", 32, defines={"Q2_FILLED": 1} if filled else {})
 
 
 @launching(
     "padded_ends",
-    launches=lambda offs: [padded_ends_launch()],
+    launches=lambda offs, filled=False: [padded_ends_launch(filled)],
     layouts={0: OperandLayout.CONTIGUOUS},
 )
-def padded_ends(offs: torch.Tensor) -> LaunchPlan:
+def padded_ends(offs: torch.Tensor, filled: bool = False) -> LaunchPlan:
     """See ops/padded_ends.py."""
     check_groups("padded_ends", offs)
-    step = LaunchStep(padded_ends_launch(), (1, 1), (BufferSlot(0), BufferSlot(1), offs.shape[0]))
+    values = BufferSlot(0), BufferSlot(1), offs.shape[0]
+    step = LaunchStep(padded_ends_launch(filled), (1, 1), values)
     return LaunchPlan(1, (Output(tuple(offs.shape), torch.int32),), 0, (step,))

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""q2::transpose on CUDA (transpose.cu): a weight in square blocks, which dgrad re-uses."""
+"""q2::transpose on CUDA, of codes that the backward uses again: in square blocks (transpose.cu) or
+of scheme fp8 (transposable.cu)."""
 
 import functools
 
@@ -14,6 +15,7 @@ from q2compile.runtime_kernels.cuda.calls import (
     launching,
 )
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, launch
+from q2compile.runtime_kernels.cuda.quantize.transposable import code_launches, transposing_plan
 from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.ops.argument_checks import check_quantized
 from q2compile.runtime_kernels.ops.transpose import checked_transpose, shapes
@@ -27,20 +29,28 @@ def transpose_launch(side: int, swizzled: bool) -> Launch:
     return launch("transpose.cu", "PPPPiiiiiii", _THREADS, defines=defines)
 
 
+def _launches(codes, scales, scheme: str, rows, swizzled: bool = False) -> list[Launch]:
+    spec = checked_transpose(scheme)
+    if spec.is_tensorwise:
+        return code_launches(spec.codes_dtype, False, True)
+    return [transpose_launch(spec.width, swizzled)]
+
+
 @launching(
     "transpose",
-    launches=lambda codes, scales, scheme, rows, swizzled=False: [
-        transpose_launch(checked_transpose(scheme).width, swizzled)
-    ],
+    launches=_launches,
     layouts={0: OperandLayout.ALIGNED, 1: OperandLayout.CONTIGUOUS},
 )
 def transpose(
     codes: torch.Tensor, scales: torch.Tensor, scheme: str, rows: int, swizzled: bool = False
 ) -> LaunchPlan:
     """See ops/transpose.py."""
-    check_quantized("transpose", codes, scales, None)
+    spec = checked_transpose(scheme)
+    check_quantized("transpose", codes, scales, None, dtype=spec.codes_dtype)
+    if spec.is_tensorwise:
+        return transposing_plan(codes, rows, spec)
     of_codes, of_scales = shapes(codes, scheme, rows, swizzled)
-    (height, half), side = codes.shape, checked_transpose(scheme).width
+    (height, half), side = codes.shape, spec.width
     tiles_across = ceil_div(rows, _TILE)
     tiles = ceil_div(height, _TILE) * tiles_across
     sizes = height, half // 4, rows, of_codes[1] // 4, tiles_across, scales.shape[1]

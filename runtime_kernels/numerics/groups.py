@@ -49,12 +49,13 @@ def spreads(scheme: Scheme, transform: Transform) -> bool:
 
 def padded_rows(rows, groups: int):
     """Rows of the padded layout. Works on symbolic sizes."""
-    return (rows + (groups + 1) * (UNIT - 1)) // UNIT * UNIT
+    return (rows + (groups + 1) * UNIT - 1) // UNIT * UNIT
 
 
-def padded_ends(offs: torch.Tensor) -> torch.Tensor:
-    """The ends of the groups in the padded layout: int32 [E]."""
-    sizes = offs - _starts(offs)
+def padded_ends(offs: torch.Tensor, filled: bool = False) -> torch.Tensor:
+    """The ends of the groups in the padded layout: int32 [E]. filled: an empty group has a chunk of
+    zeros, too."""
+    sizes = (offs - _starts(offs)).clamp(min=int(filled))
     chunks = (sizes + (UNIT - 1)).div(UNIT, rounding_mode="floor")
     return (chunks * UNIT).cumsum(0, dtype=torch.int32)
 

@@ -4,7 +4,8 @@
     gather_rows(codes uint8 [M, Kp/2], scales [M, blocks], rows [R])
         -> codes uint8 [R, Kp/2], scales [R, blocks]
 
-rows: int32 or int64; -1 is the last row, as in torch's indexing. The global scale stays the same.
+FP8 has e4m3 codes [M, Kp] and empty scales, which stay empty. rows: int32 or int64; -1 is the last
+row, as in torch's indexing. The global scale stays the same.
 
 One op instead of two of aten's: graphs show that both gathers belong to one matrix, and passes can
 find the matrix and the index.
@@ -23,7 +24,7 @@ def checked_gather_rows(codes: torch.Tensor, scales: torch.Tensor, rows: torch.T
         ValueError: codes and scales are not those of one matrix whose blocks have one row; rows is
             no vector of integers.
     """
-    check_quantized("gather_rows", codes, scales, None)
+    check_quantized("gather_rows", codes, scales, None, dtype=_dtype(codes))
     if rows.dtype not in (torch.int32, torch.int64) or rows.dim() != 1:
         raise ValueError(
             "q2::gather_rows takes the rows as int32 or int64 in one dimension, got "
@@ -31,10 +32,15 @@ def checked_gather_rows(codes: torch.Tensor, scales: torch.Tensor, rows: torch.T
         )
 
 
+def _dtype(codes: torch.Tensor) -> torch.dtype:
+    return codes.dtype if codes.dtype == torch.float8_e4m3fn else torch.uint8
+
+
 def fake(codes, scales, rows):
     checked_gather_rows(codes, scales, rows)
     count = rows.shape[0]
-    return codes.new_empty((count, codes.shape[1])), scales.new_empty((count, scales.shape[1]))
+    of_scales = 0 if _dtype(codes) == torch.float8_e4m3fn else count
+    return codes.new_empty((count, codes.shape[1])), scales.new_empty((of_scales, scales.shape[1]))
 
 
 define("gather_rows(Tensor codes, Tensor scales, Tensor rows) -> (Tensor, Tensor)", fake=fake)
@@ -46,10 +52,12 @@ def gather_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The reference: see the top of this file."""
     checked_gather_rows(codes, scales, rows)
+    rows = rows.long()
+    if _dtype(codes) == torch.float8_e4m3fn:
+        return codes.view(torch.uint8)[rows].view(codes.dtype), scales.clone()
     if scales.shape[0] != codes.shape[0]:
         raise ValueError(
             f"q2::gather_rows: {codes.shape[0]} rows of codes and {scales.shape[0]} of scales: "
             "blocks have one row."
         )
-    rows = rows.long()
     return codes[rows], scales.view(torch.uint8)[rows].view(scales.dtype)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """q2::padded_ends: where groups of rows end once each is padded to whole chunks of 128.
 
-    padded_ends(offs int32 [E]) -> int32 [E]
+    padded_ends(offs int32 [E], filled) -> int32 [E]
 
-See numerics/groups.py. It is an op, so that passes can find it: pair_directions moves it up.
+filled: an empty group has a chunk, too. See numerics/groups.py. It is an op, so that passes can
+find it: pair_directions moves it up.
 """
 
 import torch
@@ -13,16 +14,16 @@ from q2compile.runtime_kernels.ops.argument_checks import check_groups
 from q2compile.runtime_kernels.registry import REFERENCE, define, kernel
 
 
-def fake(offs):
+def fake(offs, filled):
     check_groups("padded_ends", offs)
     return torch.empty_like(offs)
 
 
-define("padded_ends(Tensor offs) -> Tensor", fake=fake)
+define("padded_ends(Tensor offs, bool filled=False) -> Tensor", fake=fake)
 
 
 @kernel("padded_ends", REFERENCE)
-def padded_ends(offs: torch.Tensor) -> torch.Tensor:
+def padded_ends(offs: torch.Tensor, filled: bool) -> torch.Tensor:
     """The reference: see the top of this file."""
     check_groups("padded_ends", offs)
-    return groups.padded_ends(offs)
+    return groups.padded_ends(offs, filled)

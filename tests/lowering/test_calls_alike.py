@@ -95,3 +95,25 @@ def test_equal_layers_have_equal_calls(fuse, sources, monkeypatch) -> None:
     assert fuse == any("q2_fused_1" in source for source in sources)
     assert max(asked.values()) == 1, asked
     assert sum(op == "requantize" for _, op, *_ in asked) == 2  # of x and of w
+
+
+def test_equal_called_ops_have_one_fake(monkeypatch) -> None:
+    """On a CPU the ops are called. Four layers need no fakes that two do not need."""
+    made: list[str] = []
+    call_op = launches.call_op
+    monkeypatch.setattr(launches, "call_op", lambda op, args: made.append(op) or call_op(op, args))
+    counts = []
+    for layers in (2, 4):
+        compile_on_cpu(layers)
+        counts.append(Counter(made))
+        made.clear()
+    assert counts[0] == counts[1]
+    assert counts[0] == {"quantize": 3, "gemm": 3, "requantize": 2}
+
+
+def compile_on_cpu(count: int) -> None:
+    torch._dynamo.reset()
+    model = nn.Sequential(*(Layer() for _ in range(count)))
+    x = torch.zeros(256, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    with inductor_config.patch(force_disable_caches=True):
+        torch.compile(model, backend="quartet2")(x).sum().backward()

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from q2compile.lowering.inductor_kernels import rows
+from q2compile.runtime_kernels.kernel_states import disable, enable_all
 from tests.lowering.test_lowering import assert_same_bits
 from tests.support.emulation.inductor import emulate, lower_on_cpu, serve_as_on
 
@@ -60,6 +61,16 @@ def test_bits_of_cpp(monkeypatch, shape) -> None:
 def test_bits_of_triton(shape) -> None:
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("Triton has no e4m3 before compute capability 8.9")
+    disable(["cuda"], "a test")  # transposable.cu would make both operands
+    try:
+        assert_compiled_gives_the_same("cuda", *shape)
+    finally:
+        enable_all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(48, 64), (37, 100), (1024, 2048)])
+def test_bits_of_cuda_in_generated_code(shape) -> None:
     assert_compiled_gives_the_same("cuda", *shape)
 
 

@@ -17,7 +17,13 @@ from q2compile.runtime_kernels.choice import Kernel
 from q2compile.runtime_kernels.cuda.jit import launch, nvrtc
 from q2compile.runtime_kernels.kernel_states import KNOWN, kernels_own
 from q2compile.runtime_kernels.numerics.layout import pack_bits, unpack_bits
-from q2compile.runtime_kernels.registry import CPP, REFERENCE, SCALED_MM, KernelWarning
+from q2compile.runtime_kernels.registry import (
+    CPP,
+    REFERENCE,
+    SCALED_GROUPED_MM,
+    SCALED_MM,
+    KernelWarning,
+)
 from tests.support.checked_forms import (
     CHECKED,
     COLUMNWISE,
@@ -244,7 +250,7 @@ def test_a_kernel_that_raises_in_its_self_check_is_refused(gpu, monkeypatch, err
             op, args = op_of(of), on_gpu(of, scheme)
             assert [registry.choose(op, args).name for _ in range(2)] == [REFERENCE] * 2
             for kernel in of_gpus(op):
-                if kernel.name == SCALED_MM:  # PyTorch's own GEMM, for other codes
+                if kernel.name in (SCALED_MM, SCALED_GROUPED_MM):  # PyTorch's own, for other codes
                     continue
                 with pytest.raises(ValueError, match=r"cannot run q2::.*it failed: .*Error"):
                     registry.select(op, args, kernel.name)

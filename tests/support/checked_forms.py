@@ -53,6 +53,7 @@ CHECKED: dict[str | QuantizerVariant, tuple[str, ...]] = {
         *_with_swizzled("nvfp4_46_pow2", "nvfp4_46", "nvfp4_sr_pow2", "nvfp4_sr"),
         *_with_swizzled("mxfp4_rceil", "mxfp4_rceil_sr"),
         *("nvfp4_46_pow2" + DEQUANTIZED, "nvfp4_sr_pow2" + DEQUANTIZED),
+        *("fp8", SQUARE),
     ),
     _ROWWISE_ROTATED: _ROTATED + _DEQUANTIZED,
     COLUMNWISE: _ROTATED + _DEQUANTIZED,
@@ -143,7 +144,7 @@ def _of_variant(variant: QuantizerVariant, scheme: str) -> dict[str, Any]:
 
 def _others(op: str, scheme: str) -> dict[str, Any]:
     usual = {"scheme": scheme, "a_scheme": scheme, "b_scheme": scheme, "dtype": BF16, "bias": None}
-    usual |= {"gemm": "fprop", "swizzled": True}
+    usual |= {"gemm": "fprop", "swizzled": True, "filled": False}
     usual |= {"transform": "rht128" if op == "signs" else "h32", "grad": BF16}
     return {name: usual.get(name, ...) for name, _ in parameters(op)}
 

@@ -79,19 +79,20 @@ def modules(folder: Path, codes: str) -> dict[str, dict[str, Tensor]]:
 
 
 def decompressed(folder: Path) -> dict[str, Tensor]:
-    """Module -> its weight, by compressed-tensors' own compressor and config.json's scheme."""
+    """Module -> its weight, by compressed-tensors' own compressor and the scheme that config.json
+    has for it."""
     pytest.importorskip("compressed_tensors", reason="compressed-tensors is in the extra 'dev'")
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationConfig
 
     said = json.loads((folder / "config.json").read_text())["quantization_config"]
-    config = QuantizationConfig.model_validate(said)
-    (scheme,) = config.config_groups.values()
-    compressor = BaseCompressor.get_value_from_registry(config.format)
-    return {
-        module: compressor.decompress(held, scheme)["weight"]
-        for module, held in modules(folder, "weight_packed").items()
-    }
+    groups = QuantizationConfig.model_validate(said).config_groups.values()
+    found = {}
+    for module, held in modules(folder, "weight_scale").items():
+        scheme = next(g for g in groups if {module, "Linear"} & set(g.targets))
+        compressor = BaseCompressor.get_value_from_registry(scheme.format)
+        found[module] = compressor.decompress(held, scheme)["weight"]
+    return found
 
 
 def dequantized(w: Tensor, scheme: str) -> Tensor:

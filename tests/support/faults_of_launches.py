@@ -34,6 +34,20 @@ OF_LAUNCHES = (
         _ORDER,
     ),
     fault(
+        "codes of fp8 are made before the largest element is known",
+        f"{_CUDA}/csrc/transposable.cu",
+        "    await_previous_kernel();\n",
+        "",
+        f"{_CUDA}/test_transposable.py",
+    ),
+    fault(
+        "a quantizer of fp8 that is given an amax begins early, and never waits",
+        f"{_CUDA}/quantize/transposable.py",
+        "overlaps=follows",
+        "overlaps=True",
+        f"{_CUDA}/test_transposable.py",
+    ),
+    fault(
         "the first kernel of split_scales begins early",
         f"{_CUDA}/quantize/split_scales.py",
         '"PPq", _THREADS, defines={})',

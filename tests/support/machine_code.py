@@ -48,6 +48,7 @@ from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
     batched_launch,
     rotate_launch,
 )
+from q2compile.runtime_kernels.cuda.quantize.transposable import code_launches, square_launch
 from q2compile.runtime_kernels.cuda.transpose import transpose_launch
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED, get_scheme
 from q2compile.runtime_kernels.numerics.transforms import get_transform
@@ -157,6 +158,11 @@ OTHERS = {
     "swizzle": swizzle_launch(),
     "transpose": transpose_launch(16, True),
     "transpose 32": transpose_launch(32, True),
+    "transposable largest": code_launches(torch.bfloat16, True, False, has_amax=False)[0],
+    "transposable rows": code_launches(torch.bfloat16, True, False, has_amax=False)[1],
+    "transposable both": code_launches(torch.bfloat16, True, True)[0],
+    "transposable codes": code_launches(torch.float8_e4m3fn, False, True)[0],
+    "transposable squares": square_launch(torch.bfloat16),
     "masked unrotate": unrotate_launch(torch.bfloat16),
     "masked unrotate fp32": unrotate_launch(torch.float32),
 }

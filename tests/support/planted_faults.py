@@ -27,6 +27,7 @@ from pathlib import Path
 from tests.support.compare_commits import checked_out
 from tests.support.fault import Fault, fault
 from tests.support.faults_of_checks import OF_CHECKS
+from tests.support.faults_of_kernels import OF_KERNELS
 from tests.support.faults_of_launches import OF_LAUNCHES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -134,78 +135,7 @@ FAULTS = (
         "runtime_kernels/test_kernel_faults.py",
         "lowering/test_launches.py",
     ),
-    # ---- CUDA ----
-    fault(
-        "random bits of ragged rows of scales are off by some",
-        "runtime_kernels/cuda/csrc/align_scales.cu",
-        "drop_first((int)octet.i & 3, drawn);",
-        "drop_first(0, drawn);",
-        "runtime_kernels/cuda/test_cuda_emulated.py",
-    ),
-    fault(
-        "transposed codes read another word of shared memory",
-        "runtime_kernels/cuda/csrc/transpose.cu",
-        "tile[(8 * eight + i) * kWords + (word ^ eight)]",
-        "tile[(8 * eight + i) * kWords + word]",
-        "runtime_kernels/cuda/test_cuda_emulated.py",
-    ),
-    fault(
-        "a NaN in a block of MXFP4 is a large number",
-        "runtime_kernels/cuda/csrc/include/rounding.cuh",
-        "return {largest <= kHuge ? byte : 255,",
-        "return {byte,",
-        "runtime_kernels/cuda/test_nonfinite_emulated.py",
-    ),
-    fault(
-        "rows of 16x16 blocks are dequantized by the scales of other rows",
-        "runtime_kernels/cuda/csrc/dequantize.cu",
-        "scale_at = (row >> p.row_shift) *",
-        "scale_at = row *",
-        "runtime_kernels/cuda/test_cuda_emulated.py",
-    ),
-    fault(
-        "MS-EDEN's kernel leaves its scales as they were before the projection",
-        "runtime_kernels/cuda/csrc/include/ms_eden.cuh",
-        "return mul(pseudo, quotient);",
-        "return pseudo;",
-        "runtime_kernels/cuda/test_cuda_emulated.py",
-    ),
-    fault(
-        "on a Blackwell the two codes of a byte change places",
-        "runtime_kernels/cuda/csrc/include/ptx.cuh",
-        "cvt.rn.satfinite.e2m1x2.f32 p, %2, %1;",
-        "cvt.rn.satfinite.e2m1x2.f32 p, %1, %2;",
-        "runtime_kernels/cuda/test_ptx_kernels.py",
-    ),
-    fault(
-        "on a Blackwell two of eight codes are dequantized twice",
-        "runtime_kernels/cuda/csrc/include/ptx.cuh",
-        "cvt.rn.f16x2.e2m1x2 %3, s; }",
-        "cvt.rn.f16x2.e2m1x2 %3, r; }",
-        "runtime_kernels/cuda/test_ptx_kernels.py",
-    ),
-    fault(
-        "dbias's kernel leaves out the last warp",
-        "runtime_kernels/cuda/csrc/include/sums.cuh",
-        "for (int i = 1; i < kWarps; ++i) sum +=",
-        "for (int i = 1; i < kWarps - 1; ++i) sum +=",
-        "runtime_kernels/cuda/test_dbias.py",
-    ),
-    fault(
-        "views of tensors launch at the beginning of their storage",
-        "runtime_kernels/cuda/calls.py",
-        "slot = place[field.tensor] + field.byte_offset",
-        "slot = place[field.tensor]",
-        "runtime_kernels/cuda/test_calls.py",
-        "runtime_kernels/cuda/test_grouped_launch.py",
-    ),
-    fault(
-        "a batched launch has the thread blocks of the smallest operand",
-        "runtime_kernels/cuda/quantize/grouped_launch.py",
-        "most = max(each.thread_blocks for each",
-        "most = min(each.thread_blocks for each",
-        "runtime_kernels/cuda/test_grouped_launch.py",
-    ),
+    *OF_KERNELS,
     *OF_CHECKS,
     *OF_LAUNCHES,
     # ---- lowering ----
@@ -279,6 +209,20 @@ FAULTS = (
         'alike = (*same, call.args["transform"], call.args["rng_offset"])',
         'alike = (*same, call.args["transform"])',
         _PASSES,
+    ),
+    fault(
+        "an amax that Inductor would fuse with what computes the tensor is left to the quantizer",
+        "q2compile/passes/post_grad/amax_in_quantizer.py",
+        "or not _is_in_memory(call.x)",
+        "",
+        "q2compile/passes/test_amax_in_quantizer.py",
+    ),
+    fault(
+        "squares of MXFP4 that hold an Inf look finite",
+        "runtime_kernels/cuda/csrc/transposable.cu",
+        "largest < kInfinity ? byte : 255",
+        "byte",
+        "runtime_kernels/cuda/test_transposable.py",
     ),
     fault(
         "a launch is given more operands than it has room for",

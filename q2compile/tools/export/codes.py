@@ -23,20 +23,23 @@ from q2compile.runtime_kernels.numerics.schemes import E4M3_MAX, SCHEMES
 from q2compile.tools.export.places import Place, matrix_of
 from q2compile.tools.export.traced import WeightUse
 
+_SCALES = {"nvfp4": "block scales", "mxfp4": "block scales", "fp8": "FP8 codes"}
+
 
 @dataclass(frozen=True)
 class Codes:
-    """A weight in 4 bits; value = e2m1(code) * scale * global_scale.
+    """A quantized weight; value = e2m1(code) * scale * global_scale. FP8 has no code beside the
+    scale of an element, so that its global scale moves as that of block scales does.
 
     codes         uint8 [R, Kp/2], low nibble the even column; no minus zero. Kp is K rounded up to
-                  whole blocks, with zeros
-    scales        float8_e4m3fn [R, Kp/16] or float8_e8m0fnu [R, Kp/32]
+                  whole blocks, with zeros. None for FP8
+    scales        float8_e4m3fn [R, Kp/16] or float8_e8m0fnu [R, Kp/32]; for FP8 [R, K]
     global_scale  float32, 0-dim
     operand       how they were made: scheme and transform
     columns       K
     """
 
-    codes: Tensor
+    codes: Tensor | None
     scales: Tensor
     global_scale: Tensor
     operand: Operand
@@ -44,11 +47,13 @@ class Codes:
 
     @property
     def is_padded(self) -> bool:
-        return self.columns != 2 * self.codes.shape[1]
+        return self.codes is not None and self.columns != 2 * self.codes.shape[1]
 
     @property
     def block_format(self) -> str:
-        """ "nvfp4" or "mxfp4", by the scales: codes of one may be moved to the other."""
+        """ "fp8", or "nvfp4" or "mxfp4" by the scales: codes of one may be moved to the other."""
+        if self.codes is None:
+            return "fp8"
         return "mxfp4" if self.scales.dtype == torch.float8_e8m0fnu else "nvfp4"
 
 
@@ -72,7 +77,7 @@ def codes_of(parameter: Tensor, uses: Sequence[WeightUse]) -> Codes:
     ends = [0, *(place.stop for place in places)]
     if [place.start for place in places] != ends[:-1] or ends[-1] != matrix.shape[0]:
         rows = ", ".join(f"{place.start}:{place.stop}" for place in places)
-        raise InexactError(f"only rows {rows} of {matrix.shape[0]} are multiplied in 4 bits")
+        raise InexactError(f"only rows {rows} of {matrix.shape[0]} are multiplied quantized")
     whole = [
         _cut_codes(matrix[place.start : place.stop], place, first, place.cuts) for place in places
     ]
@@ -100,6 +105,8 @@ def _quantized(w: Tensor, use: WeightUse) -> Codes:
         raise ConfigError(f"export: the weight of {use.site!r} holds a NaN or an Inf")
     made = torch.ops.q2.quantize_weight(w.contiguous(), str(operand), use.dtype)
     codes, scales, global_scale = made[:3]
+    if scheme.is_tensorwise:
+        return Codes(None, codes[:, : w.shape[1]], global_scale, operand, w.shape[1])
     if scheme.block[0] > 1:
         each_row = scales.view(torch.uint8).repeat_interleave(scheme.block[0], 0)[: w.shape[0]]
         scales = each_row.view(scales.dtype)
@@ -121,10 +128,15 @@ def _joined(parts: Sequence[Codes], dim: int) -> Codes:
     scales = torch.cat([p.scales.view(torch.uint8) for p in every], dim)
     return replace(
         first,
-        codes=torch.cat([p.codes for p in every], dim),
+        codes=None if first.codes is None else torch.cat([_packed(p) for p in every], dim),
         scales=scales.view(first.scales.dtype),
         columns=sum(p.columns for p in every) if dim else first.columns,
     )
+
+
+def _packed(codes: Codes) -> Tensor:
+    assert codes.codes is not None, "FP8 is not packed"
+    return codes.codes
 
 
 def with_common_scale(members: dict[str, Codes]) -> dict[str, Codes]:
@@ -155,9 +167,9 @@ def with_common_scale(members: dict[str, Codes]) -> dict[str, Codes]:
 def as_nvfp4(codes: Codes) -> Codes:
     """MXFP4 codes as NVFP4: each block of 32 as two of 16 with the same scale, a power of two.
     Raises InexactError where the powers of two are further apart than e4m3's."""
-    if codes.block_format == "nvfp4":
+    if codes.block_format != "mxfp4":
         return codes
-    zero = (codes.codes.view(*codes.scales.shape, 16) == 0).all(-1)
+    zero = (_packed(codes).view(*codes.scales.shape, 16) == 0).all(-1)
     exponents = codes.scales.view(torch.uint8)
     if ((exponents == 0) & ~zero).any():
         raise InexactError("block scales of 2^-127 are below what NVFP4 holds")
@@ -176,15 +188,15 @@ def moved(codes: Codes, common: Tensor, zero: int | None = None) -> Codes:
     if zero is not None:
         values[zero] = 0.0
     wanted = values * (codes.global_scale / common)
-    table = wanted.clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
+    table = wanted.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
     rounded = table.float() != wanted
     counts = _counts(codes)
     lost = int(torch.where(rounded, counts, 0).sum())
     if lost:
         raise InexactError(
-            f"{lost} of {codes.scales.numel()} block scales are too small for e4m3 under "
-            f"the global scale {float(common):g} and would be rounded. Its largest block scale, or "
-            "those of layers that a loader fuses with it, need that global scale"
+            f"{lost} of {codes.scales.numel()} {_SCALES[codes.block_format]} are too small for "
+            f"e4m3 under the global scale {float(common):g} and would be rounded. Its largest one, "
+            "or those of layers that a loader fuses with it, need that global scale"
         )
     scales = table.view(torch.uint8)[codes.scales.view(torch.uint8).int()]
     return replace(codes, scales=scales.view(torch.float8_e4m3fn), global_scale=common)
@@ -210,4 +222,4 @@ def _present(codes: Codes) -> Tensor:
 
 def _top(codes: Codes) -> Tensor:
     """The largest block scale, global scale and all."""
-    return torch.where(_present(codes), _values(codes), 0.0).amax() * codes.global_scale
+    return torch.where(_present(codes), _values(codes).abs(), 0.0).amax() * codes.global_scale

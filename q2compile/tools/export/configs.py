@@ -15,7 +15,13 @@ from torch import nn
 from q2compile import __version__
 from q2compile.capture.module_names import plain_name, site_name
 from q2compile.report.announce import LOG
-from q2compile.tools.export.formats import compressed_tensors_config, modelopt_configs
+from q2compile.tools.export.formats import (
+    FLOAT_QUANTIZED,
+    NVFP4_PACKED,
+    Format,
+    compressed_tensors_config,
+    modelopt_configs,
+)
 from q2compile.tools.export.job import Exported, Job
 from q2compile.tools.export.names import module_name, siblings, untied
 from q2compile.tools.export.shards import write_json
@@ -33,7 +39,8 @@ def write_configs(job: Job, folder: Path, done: Exported) -> None:
     write_json(folder / RECORD, {"q2compile": __version__, **asdict(done), "folder": ""})
     quantization, own = None, None
     if job.fmt.name == "compressed-tensors":
-        quantization = compressed_tensors_config(job.fmt, job.activations, ignore)
+        groups = _groups(job, done)
+        quantization = compressed_tensors_config(done.variant, groups, job.activations, ignore)
     elif job.fmt.name == "modelopt":
         quantization, own = modelopt_configs(job.activations, ignore, __version__)
     if own is not None:
@@ -46,6 +53,20 @@ def write_configs(job: Job, folder: Path, done: Exported) -> None:
         job.tokenizer.save_pretrained(folder)
 
 
+def _groups(job: Job, done: Exported) -> list[tuple[Format, Sequence[str]]]:
+    """Each format that is used, with the modules in it by their names in the file. The first is
+    that of the experts, which transformers 5.23 takes for all of them."""
+    found: dict[str, list[str]] = {}
+    for name, layer in done.layers.items():
+        keys = job.named(name, torch.empty(layer["shape"], device="meta"))
+        found.setdefault(layer["format"], []).extend(module_name(key) for key in keys)
+    formats = {fmt.variant: fmt for fmt in job.formats.values()}
+    if len(found) == 1:
+        return [(formats[variant], ["Linear"]) for variant in found]
+    experts_first = sorted(found, key=lambda v: not any("experts" in name for name in found[v]))
+    return [(formats[variant], found[variant]) for variant in experts_first]
+
+
 def _notes(job: Job, done: Exported) -> list[str]:
     """Notes on layers that known loaders can't read."""
     notes = list(job.found.unmatched)
@@ -53,28 +74,39 @@ def _notes(job: Job, done: Exported) -> list[str]:
     stacks = [name for name in taken if len(done.layers[name]["shape"]) > 2]
     transposed = [name for name in taken if done.layers[name]["transposed"] and name not in stacks]
     if job.is_hugging_face and job.fmt.name == "compressed-tensors":
-        if stacks and job.fmt.global_scale is not None:
+        in_nvfp4 = [n for n in stacks if done.layers[n]["format"] == NVFP4_PACKED.variant]
+        if in_nvfp4:
             notes.append(
                 f"transformers (seen in 5.23) ignores the global scale of experts, so their values "
-                f"are wrong, without an error: {stacks[0]} and {len(stacks) - 1} more"
+                f"are wrong, without an error: {in_nvfp4[0]} and {len(in_nvfp4) - 1} more"
             )
         if transposed:
             notes.append(
                 "transformers (seen in 5.23) does not load codes into Conv1D, whose weight stays "
                 f"random: {transposed[0]} and {len(transposed) - 1} more"
             )
-    for group in siblings(list(job.state)) if job.fmt.fuses else ():
-        parts = [name for name in group if name in done.layers]
-        if 0 < len(parts) < len(group):
+    rounded = []
+    for group in siblings(list(job.state)) if job.fmt.of_modules else ():
+        layers = [done.layers.get(name) for name in group]
+        formats = {layer["format"] if layer else "high precision" for layer in layers}
+        scales = {layer["global_scale"] for layer in layers if layer}
+        if len(formats) > 1:
             notes.append(
-                f"of {', '.join(group)} only {', '.join(parts)} is in 4 bits: vLLM fuses them "
-                "and rejects that. Give them one policy"
+                f"{', '.join(group)} are in {' and '.join(sorted(formats))}: vLLM fuses them and "
+                "rejects that. Give them one policy"
             )
+        elif formats == {FLOAT_QUANTIZED.variant} and len(scales) > 1:
+            rounded.append(", ".join(group))
+    if rounded:
+        notes.append(
+            f"vLLM fuses layers to the largest of their FP8 scales, which rounds small values: "
+            f"{rounded[0]} and {len(rounded) - 1} more groups"
+        )
     return notes
 
 
 def _ignored(job: Job, done: Exported) -> Sequence[str]:
-    """The modules that hold a matrix that is not in 4 bits, by their names in the file: heads and
+    """The modules that hold a matrix that is not quantized, by their names in the file: heads and
     routers among them. Embeddings, norms and convolutions are no matmuls of a loader."""
     modules = {plain_name(name): module for name, module in job.model.named_modules()}
     found: dict[str, None] = {}
@@ -104,7 +136,7 @@ def _write_hugging_face(
     model: Any = job.model
     in_codes = {id(job.state[name]) for name in done.layers}
     tied = any(id(t) in in_codes and n not in done.layers for n, t in job.state.items())
-    # A tied head may be in 4 bits, and its embedding not.
+    # A tied head may be quantized, and its embedding not.
     config = untied(model.config) if tied else copy.deepcopy(model.config)
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
     config.dtype = next(iter(job.found.uses.values()))[0].dtype

@@ -14,9 +14,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from q2compile.config import Config
 from q2compile.errors import ConfigError, one_of, shown
-from q2compile.runtime_kernels.numerics.schemes import SCHEMES
 from q2compile.tools.export import activations as recorded
-from q2compile.tools.export.formats import ACTIVATIONS, DYNAMIC, FORMATS, STATIC, Format, format_for
+from q2compile.tools.export.formats import (
+    ACTIVATIONS,
+    DYNAMIC,
+    FORMATS,
+    STATIC,
+    Format,
+    formats_for,
+)
 from q2compile.tools.export.inputs import traced
 from q2compile.tools.export.job import Exported, Job
 from q2compile.tools.export.options import compiled_parts, options_of_training
@@ -53,7 +59,7 @@ def export(
         folder: the folder to write, which must be empty or not exist yet.
         format: "compressed-tensors", "modelopt", or "safetensors", which holds every recipe.
         activations: "weight-only"; "static", with a stored scale for each layer's activations, from
-            ``calibration`` or ``telemetry``; "dynamic" if the format has it (MXFP4).
+            ``calibration`` or ``telemetry``; "dynamic" if the format has it (MXFP4, FP8).
         options: the options of the training, as for torch.compile. By default they are those that
             the model was compiled with in this process, by itself or in a function, or else those
             in the file that Q2COMPILE_CONFIG names. If only parts were compiled, the rest is left.
@@ -91,12 +97,12 @@ def export(
     found = traced(model, config, example_inputs, calibration, autocast)
     if options is None and (parts := compiled_parts(compiled)):
         found.leave_outside_of(parts)
-    fmt = _checked_format(found, format, activations, autocast)
+    formats = _checked_formats(found, format, activations, autocast)
     job = Job(
         model=model,
         path=path,
         ranks=ranks,
-        fmt=fmt,
+        formats=formats,
         activations=activations,
         found=found,
         amax=amax or recorded.of_all_ranks(found.amax, ranks),
@@ -141,15 +147,15 @@ def _unwrapped(model: Any) -> nn.Module:
     return model
 
 
-def _checked_format(
+def _checked_formats(
     found: Trace, name: str, activations: str, autocast: torch.dtype | None
-) -> Format:
-    """The format's variant for the layers found. Raises ConfigError for what can't be exported."""
+) -> dict[str, Format]:
+    """The format's variants for the layers found. Raises ConfigError for what can't be exported."""
     if not found.uses:
         left = {**found.left, **{site: row.why for site, row in found.not_seen.items()}}
         why = "; ".join(f"{site}: {reason}" for site, reason in list(left.items())[:3])
         raise ConfigError(
-            "export: the policy and the recipe leave no layer with 4-bit codes in its forward"
+            "export: the policy and the recipe leave no layer with codes in its forward"
             f"{' (' + why + ')' if why else ''}. A model whose forward is bf16 is saved as it is, "
             "by save_pretrained or torch.save; to quantize it after training, pass options= with "
             "a recipe whose forward is quantized"
@@ -161,14 +167,8 @@ def _checked_format(
             "Training under bf16 autocast quantizes the weights as bf16: pass "
             "autocast=torch.bfloat16, or autocast=torch.float32 if it trained in float32"
         )
-    if eight := [u.site for u in uses if SCHEMES[u.fprop.b.scheme].is_tensorwise]:
-        raise ConfigError(
-            f"export: the forward of {eight[0]!r} and {len(eight) - 1} more is in FP8; allowed: "
-            "forwards in NVFP4 or MXFP4. Their parameters are in the checkpoint of the training, "
-            "which loaders of FP8 can quantize"
-        )
-    fmt = format_for(name, {use.fprop.b.scheme for use in uses})
-    if activations not in fmt.activations:
+    formats = formats_for(name, {use.fprop.b.scheme for use in uses})
+    if lacking := [fmt for fmt in formats.values() if activations not in fmt.activations]:
         more = (
             ": their loaders take the global scale of NVFP4 activations from the file; use "
             "'static' or 'weight-only'"
@@ -176,7 +176,7 @@ def _checked_format(
             else ""
         )
         raise ConfigError(
-            f"export: {fmt.name} in {fmt.variant} has no {activations!r} activations; it has "
-            f"{', '.join(fmt.activations)}{more}"
+            f"export: {name} in {lacking[0].variant} has no {activations!r} activations; it has "
+            f"{', '.join(lacking[0].activations)}{more}"
         )
-    return fmt
+    return formats

@@ -2,12 +2,13 @@
 """The formats, as data: which tensors stand for a layer, under which names, and what the
 configuration says of them.
 
-    compressed-tensors   nvfp4-pack-quantized, or mxfp4-pack-quantized where all codes are MXFP4
+    compressed-tensors   nvfp4-pack-quantized, or mxfp4-pack-quantized where all 4-bit codes are
+                         MXFP4; float-quantized for FP8
     modelopt             NVIDIA ModelOpt's NVFP4, hf_quant_config.json
     safetensors          every scheme and rotation, one entry per parameter in q2compile_export.json
 
-Sources: compressed-tensors 0.20 (`compressors/nvfp4`, `compressors/mxfp4`), nvidia-modelopt 0.47
-(`torch/export`), and vLLM's loaders of both (`quantization/compressed_tensors`, `modelopt.py`).
+Sources: compressed-tensors 0.20 (`compressors/`), nvidia-modelopt 0.47 (`torch/export`), and
+vLLM's loaders of both (`quantization/compressed_tensors`, `modelopt.py`).
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class Format:
     name, variant   as the user gives it; as the format's own configuration names it
     separator       between a module's or parameter's name and what follows
     of_modules      names begin with the module's name; False: with the parameter's
-    codes, scales   names of the tensors; scale_dtype: stored as; block_format: of the codes
+    codes, scales   names of the tensors; scale_dtype: stored as; block_format: of the codes, None
+                    for all. FP8 has no scales
     global_scale    of the weight; None where the format has none, so it must be 1
     input_scale     of static activations; None where there are none
     activations     what the format can say of activations
@@ -70,6 +72,11 @@ class Format:
 
     def check(self, codes: Codes) -> None:
         """Raises InexactError for codes that this format can't hold as they are."""
+        if codes.block_format == "fp8" and self.block_format not in ("fp8", None):
+            raise InexactError(
+                f"its codes are FP8, and {self.name} is written with NVFP4 only; use "
+                "format='compressed-tensors'"
+            )
         if codes.is_padded and not self.pads:
             raise InexactError(
                 f"its {codes.columns} columns are not whole blocks of "
@@ -95,7 +102,9 @@ class Format:
     def tensors(self, codes: Codes, input_scale: Tensor | None) -> dict[str, Tensor]:
         """The tensors of one matrix: {name after the module's: tensor}."""
         scales = codes.scales if self.scale_dtype is None else codes.scales.view(self.scale_dtype)
-        named = {self.codes: codes.codes, self.scales: scales}
+        named = {self.codes: scales if codes.codes is None else codes.codes}
+        if codes.codes is not None:
+            named[self.scales] = scales
         if self.global_scale is not None:
             named[self.global_scale.name] = self.global_scale.of(codes.global_scale)
         if input_scale is not None and self.input_scale is not None:
@@ -125,6 +134,18 @@ MXFP4_PACKED = Format(
     input_scale=None,
     activations=(WEIGHT_ONLY, DYNAMIC),
 )
+FLOAT_QUANTIZED = Format(
+    name="compressed-tensors",
+    variant="float-quantized",
+    codes="weight",
+    scales="",
+    block_format="fp8",
+    scale_dtype=None,
+    global_scale=Scalar("weight_scale", (1,)),
+    input_scale=Scalar("input_scale", (1,)),
+    activations=ACTIVATIONS,
+    fuses=False,
+)
 MODELOPT = Format(
     name="modelopt",
     variant="NVFP4",
@@ -152,52 +173,65 @@ SAFETENSORS = Format(
     pads=True,
 )
 FORMATS: dict[str, tuple[Format, ...]] = {  # the first that holds the codes as they are is used
-    "compressed-tensors": (MXFP4_PACKED, NVFP4_PACKED),
+    "compressed-tensors": (FLOAT_QUANTIZED, MXFP4_PACKED, NVFP4_PACKED),
     "modelopt": (MODELOPT,),
     "safetensors": (SAFETENSORS,),
 }
 
 
-def format_for(name: str, schemes: Iterable[str]) -> Format:
-    """The variant of a format for codes of these schemes: MXFP4's where all are MXFP4."""
+def formats_for(name: str, schemes: Iterable[str]) -> dict[str, Format]:
+    """The format of each of these schemes -> the variant that holds its codes: MXFP4 has its own
+    unless some are NVFP4."""
     *others, last = FORMATS[name]
     kinds = {SCHEMES[scheme].format for scheme in schemes}
-    return next((fmt for fmt in others if {fmt.block_format} == kinds), last)
+    own = {fmt.block_format: fmt for fmt in others}
+    if "nvfp4" in kinds:
+        own.pop("mxfp4", None)
+    return {kind: own.get(kind, last) for kind in kinds}
 
 
-def input_scale(amax: Tensor) -> Tensor:
-    """The static global scale of activations: the least power of two with amax / 6 / scale <= 448.
-    A power of two has an exact reciprocal, which some formats store."""
-    top = amax / E2M1_MAX
-    return pow2_global_scale(top, E4M3_MAX)
+def input_scale(amax: Tensor, block_format: str) -> Tensor:
+    """The static global scale of activations: the least power of two with amax / 6 / scale <= 448,
+    for FP8 amax / scale. A power of two has an exact reciprocal, which some formats store."""
+    return pow2_global_scale(amax / (1.0 if block_format == "fp8" else E2M1_MAX), E4M3_MAX)
 
 
-def compressed_tensors_config(fmt: Format, activations: str, ignore: Sequence[str]) -> Any:
-    """``quantization_config`` of config.json."""
-    group = fmt.block_format == "nvfp4"
-    weights = {
-        "num_bits": 4,
-        "type": "float",
-        "symmetric": True,
-        "strategy": "tensor_group" if group else "group",
-        "group_size": 16 if group else 32,
-        "dynamic": False,
-        "scale_dtype": "torch.float8_e4m3fn" if group else "torch.uint8",
-    }
+_WEIGHTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "nvfp4": ("tensor_group", {"group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}),
+    "mxfp4": ("group", {"group_size": 32, "scale_dtype": "torch.uint8"}),
+    "fp8": ("tensor", {"num_bits": 8}),
+}
+
+
+def _scheme(fmt: Format, activations: str, targets: Sequence[str]) -> Any:
+    """The entry of ``config_groups`` for one format."""
+    strategy, more = _WEIGHTS[str(fmt.block_format)]
+    shared = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": strategy, **more}
     # For NVFP4 activations the global scale is stored; block scales are computed at run time.
-    inputs = {**weights, "dynamic": "local" if group else True}
-    scheme = {
-        "targets": ["Linear"],
-        "weights": weights,
+    dynamic = {"nvfp4": "local", "mxfp4": True, "fp8": activations == DYNAMIC}
+    inputs = {**shared, "dynamic": dynamic[str(fmt.block_format)]}
+    return {
+        "targets": list(targets),
+        "weights": {**shared, "dynamic": False},
         "input_activations": None if activations == WEIGHT_ONLY else inputs,
         "output_activations": None,
         "format": fmt.variant,
     }
+
+
+def compressed_tensors_config(
+    variant: str,
+    groups: Iterable[tuple[Format, Sequence[str]]],
+    activations: str,
+    ignore: Sequence[str],
+) -> Any:
+    """``quantization_config`` of config.json. groups: each format, with the modules in it."""
+    schemes = [_scheme(fmt, activations, targets) for fmt, targets in groups]
     return {
         "quant_method": "compressed-tensors",
-        "format": fmt.variant,
+        "format": variant,
         "quantization_status": "compressed",
-        "config_groups": {"group_0": scheme},
+        "config_groups": {f"group_{i}": scheme for i, scheme in enumerate(schemes)},
         "ignore": list(ignore),
         "kv_cache_scheme": None,
         "global_compression_ratio": None,

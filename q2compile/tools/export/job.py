@@ -11,6 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from q2compile.capture.module_names import plain_name
+from q2compile.runtime_kernels.numerics.schemes import SCHEMES
+from q2compile.tools.export.codes import Codes
 from q2compile.tools.export.formats import Format
 from q2compile.tools.export.names import checkpoint_tensors, is_hugging_face
 from q2compile.tools.export.ranks import Ranks
@@ -19,12 +21,13 @@ from q2compile.tools.export.traced import Trace
 
 @dataclass(frozen=True)
 class Job:
-    """An export's settings; see `export.export`. amax: call site -> the amax of its activations."""
+    """An export's settings; see `export.export`. formats: by the format of a scheme; amax: call
+    site -> the amax of its activations."""
 
     model: nn.Module
     path: Path
     ranks: Ranks
-    fmt: Format
+    formats: dict[str, Format]
     activations: str
     found: Trace
     amax: dict[str, Tensor]
@@ -38,9 +41,17 @@ class Job:
         state = self.model.state_dict(keep_vars=True)
         return {plain_name(n): t for n, t in state.items() if isinstance(t, Tensor)}
 
+    @property
+    def fmt(self) -> Format:
+        """One of the formats, for what all variants share: names and what loaders look for."""
+        return next(iter(self.formats.values()))
+
+    def format_of(self, codes: Codes) -> Format:
+        return self.formats[SCHEMES[codes.operand.scheme].format]
+
     @cached_property
     def tied_heads(self) -> set[str]:
-        """Parameters of a Hugging Face model that are to be in 4 bits, but not under all of their
+        """Parameters of a Hugging Face model that are to be quantized, but not under all of their
         names: heads that are tied to an embedding."""
         if not self.is_hugging_face:
             return set()
@@ -53,18 +64,22 @@ class Job:
 
     def left_tensors(self, done: Exported, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """A tensor that is written as it is, under its names in the file."""
+        return self.named(name, tensor, stacks=name.removesuffix("_bias") in done.layers)
+
+    def named(self, name: str, tensor: Tensor, *, stacks: bool = True) -> dict[str, Tensor]:
+        """A tensor of the model's state under its names in the file; see `checkpoint_tensors`."""
         if not self.fmt.of_modules or not self.is_hugging_face:
             return {name: tensor}
-        of_codes = name.removesuffix("_bias") in done.layers
-        return checkpoint_tensors(self.model, name, tensor, stacks=of_codes)
+        return checkpoint_tensors(self.model, name, tensor, stacks=stacks)
 
 
 @dataclass
 class Exported:
     """The result of an export.
 
-    layers  name of a parameter -> {"site", "scheme", "transform", "dtype", "shape", "transposed",
-            "global_scale", and "input_scale" with static activations}
+    variant what the format calls itself, "mixed-precision" for FP8 beside 4 bits
+    layers  name of a parameter -> {"site", "scheme", "transform", "format", "dtype", "shape",
+            "transposed", "global_scale", and "input_scale" with static activations}
     left    name of a parameter, or a site -> why it keeps its precision
     tied    name of a parameter -> the name that the same tensor is written under
     notes   what to know before one of the loaders that they name loads the folder
@@ -81,7 +96,7 @@ class Exported:
 
     def __str__(self) -> str:
         lines = [
-            f"{len(self.layers)} weights in 4 bits ({self.variant}, {self.activations}) in "
+            f"{len(self.layers)} quantized weights ({self.variant}, {self.activations}) in "
             f"{self.folder}"
         ]
         lines += [f"left: {name}: {why}" for name, why in self.left.items()]

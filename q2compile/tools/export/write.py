@@ -52,7 +52,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _write(job: Job, gathered: Iterator[tuple[tuple[str, ...], list[Tensor]]]) -> Exported:
-    done = Exported(str(job.path), job.fmt.name, job.fmt.variant, job.activations)
+    done = Exported(str(job.path), job.fmt.name, "", job.activations)
     done.left |= job.found.left
     with new_folder(job.path) as folder:
         shards = Shards(folder, job.limit)
@@ -73,8 +73,10 @@ def _write(job: Job, gathered: Iterator[tuple[tuple[str, ...], list[Tensor]]]) -
                     shards.add(key_name, tensor)
         if not done.layers:
             first = "; ".join(f"{n}: {why}" for n, why in list(done.left.items())[:3])
-            raise ConfigError(f"export: no layer can be written in 4 bits: {first}")
+            raise ConfigError(f"export: no layer can be written: {first}")
         shards.close()
+        variants = {layer["format"] for layer in done.layers.values()}
+        done.variant = variants.pop() if len(variants) == 1 else "mixed-precision"
         write_configs(job, folder, done)
     return done
 
@@ -90,23 +92,25 @@ def _codes(job: Job, whole: dict[str, Tensor], done: Exported) -> dict[str, Code
     try:
         for at, uses in taken.items():
             codes = codes_of(whole[at], uses)
-            job.fmt.check(codes)
-            if at in job.tied_heads and job.fmt.of_modules and always_tied(job.model):
+            fmt = job.format_of(codes)
+            fmt.check(codes)
+            if at in job.tied_heads and fmt.of_modules and always_tied(job.model):
                 raise InexactError(
                     "it is tied to an embedding, and transformers ties the two again when it loads "
                     f"a {type(job.model).__name__}, whatever is in the files; give it 'bf16' in "
                     "the policy"
                 )
-            codes = as_nvfp4(codes) if job.fmt.block_format == "nvfp4" else codes
-            if job.fmt.codes == "weight" and uses[0].place.transposed and whole[at].ndim == 2:
+            codes = as_nvfp4(codes) if fmt.block_format == "nvfp4" else codes
+            if fmt.codes == "weight" and uses[0].place.transposed and whole[at].ndim == 2:
                 raise InexactError(
                     f"it is stored transposed, and loaders transpose every 'weight', which "
-                    f"{job.fmt.name} calls its codes; use format='compressed-tensors'"
+                    f"{fmt.variant} calls its codes; use format='safetensors'"
                 )
-            _module_tensors(job, at, codes.codes, whole[at].shape, uses[0].place.transposed)
+            _module_tensors(job, at, codes.scales, whole[at].shape, uses[0].place.transposed)
             found[at] = codes
         at = ""
-        return with_common_scale(found) if job.fmt.fuses else found
+        fused = {n: codes for n, codes in found.items() if job.format_of(codes).fuses}
+        return found | with_common_scale(fused)
     except InexactError as error:
         if not job.leaves:
             where = f"export: {at}" if at else "export"
@@ -127,12 +131,13 @@ def _add_codes(
     job: Job, shards: Shards, done: Exported, name: str, codes: Codes, shape: torch.Size
 ) -> None:
     """Write one parameter's codes, and note it."""
-    use = job.found.uses[name][0]
-    scale = _input_scale(job, name)
+    use, fmt = job.found.uses[name][0], job.format_of(codes)
+    scale = _input_scale(job, name, codes.block_format)
     done.layers[name] = {
         "site": use.site,
         "scheme": codes.operand.scheme,
         "transform": codes.operand.transform,
+        "format": fmt.variant,
         "activations": str(use.fprop.a),
         "dtype": str(use.dtype).removeprefix("torch."),
         "shape": list(shape),
@@ -141,19 +146,19 @@ def _add_codes(
     }
     if scale is not None:
         done.layers[name]["input_scale"] = float(scale)
-    for tensor_name, tensor in job.fmt.tensors(codes, scale).items():
+    for tensor_name, tensor in fmt.tensors(codes, scale).items():
         if tensor.ndim < 2:
             continue
         split = _module_tensors(job, name, tensor, shape, use.place.transposed)
         for prefix, part in split.items():
             shards.add(f"{prefix}.{tensor_name}", part)
-    prefixes = _module_tensors(job, name, codes.codes, shape, use.place.transposed)
-    for tensor_name, tensor in job.fmt.tensors(codes, scale).items():
+    prefixes = _module_tensors(job, name, codes.scales, shape, use.place.transposed)
+    for tensor_name, tensor in fmt.tensors(codes, scale).items():
         for prefix in prefixes if tensor.ndim < 2 else ():
             shards.add(f"{prefix}.{tensor_name}", tensor)
 
 
-def _input_scale(job: Job, name: str) -> Tensor | None:
+def _input_scale(job: Job, name: str, block_format: str) -> Tensor | None:
     """The static scale of a layer's activations, the largest of the layers fused with it."""
     if job.activations != STATIC:
         return None
@@ -164,7 +169,7 @@ def _input_scale(job: Job, name: str) -> Tensor | None:
             f"export: no activations of {missing[0]!r} were recorded; give more calibration "
             "batches, or record all modules (telemetry's key modules)"
         )
-    return input_scale(torch.stack([job.amax[site].cpu() for site in sites]).amax())
+    return input_scale(torch.stack([job.amax[site].cpu() for site in sites]).amax(), block_format)
 
 
 def _module_tensors(

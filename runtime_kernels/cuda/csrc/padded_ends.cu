@@ -4,7 +4,8 @@
 //   ends  s32 [groups], ascending
 //   out   s32 [groups]
 //
-// One warp, 32 groups at a time: a sum of the chunks up to each lane, in five exchanges.
+// One warp, 32 groups at a time: a sum of the chunks up to each lane, in five exchanges. With
+// Q2_FILLED an empty group has a chunk, too.
 
 #include "formats.cuh"
 
@@ -24,6 +25,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   for (int first = 0; first < p.groups; first += kThreads) {
     int group = first + threadIdx.x;
     int size = group < p.groups ? p.ends[group] - (group ? p.ends[group - 1] : 0) : 0;
+#if Q2_FILLED
+    size = max(size, 1);
+#endif
     u32 chunks = (size + (1 << kUnitBits) - 1) >> kUnitBits;
     u32 total = chunks;  // of all lanes that differ from this one in the bits so far
 #pragma unroll

@@ -5,7 +5,7 @@ ops, numerics, registry.
 cublaslt_fp4.py   codes and scales on fp4 tensor cores, by cuBLASLt (cublaslt.py): nvfp4
 triton_fp4.py     the same by tl.dot_scaled (triton_kernel.py): nvfp4, mxfp4; and
                   q2::gemm_masked_unrotate
-scaled_mm.py      codes of fp8 on fp8 tensor cores, by torch
+scaled_mm.py      codes of fp8 on fp8 tensor cores, by torch;  scaled_grouped_mm.py  in groups
 cuda_bf16.py      the dequantized operands in bf16, by cuBLAS, on any GPU
 grouped_bf16.py   q2::grouped_gemm as cuda_bf16.py, by torch's grouped product;  grouped_mm.py  that
 grouped_triton_fp4.py   q2::grouped_gemm as triton_fp4.py (triton_grouped_kernel.py)
@@ -22,6 +22,7 @@ from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4  # isort: skip
 from q2compile.runtime_kernels.cuda.gemm import scaled_mm  # isort: skip
 from q2compile.runtime_kernels.cuda.gemm import grouped_bf16, grouped_mm  # isort: skip
 from q2compile.runtime_kernels.cuda.gemm import grouped_triton_fp4  # isort: skip
+from q2compile.runtime_kernels.cuda.gemm import scaled_grouped_mm  # isort: skip
 
 __all__ = [
     "cublaslt_fp4",
@@ -29,6 +30,7 @@ __all__ = [
     "grouped_bf16",
     "grouped_mm",
     "grouped_triton_fp4",
+    "scaled_grouped_mm",
     "scaled_mm",
     "triton_fp4",
 ]

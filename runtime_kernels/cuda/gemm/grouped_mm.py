@@ -57,7 +57,7 @@ def grouped_mm(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> torch.Te
         return a.new_zeros((*shape, b.shape[-1]))
     out = torch._grouped_mm(a, b, offs=offs)
     if b.dim() == 3:
-        _zero_rows(out, offs)
+        zero_rows(out, offs)
     return out
 
 
@@ -68,6 +68,6 @@ def _zero_rows_call(out: torch.Tensor, offs: torch.Tensor) -> LaunchPlan:
     return LaunchPlan(2, (), 0, (LaunchStep(zero_rows_launch(), grid, values),))
 
 
-_zero_rows = Launching(
+zero_rows = Launching(
     _zero_rows_call, lambda *args: [zero_rows_launch()], {1: OperandLayout.CONTIGUOUS}
 )

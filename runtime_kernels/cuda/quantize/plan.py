@@ -149,9 +149,10 @@ def tail_launch(op: str, args: Sequence[Any]) -> Launch | None:
 
 def tail_launch_of_scheme(spec: Scheme, rotation: Transform) -> Launch | None:
     """The tail kernel by scheme and transform, as `tail_launch` gives it."""
-    return (
-        None if ScaleRule.of(spec) == ScaleRule.EXACT else align_launch(spec, rotation.size == 128)
-    )
+    rule = ScaleRule.of(spec)
+    if rule == ScaleRule.EXACT or (rule == ScaleRule.MX and spec.is_transposable):
+        return None
+    return align_launch(spec, rotation.size == 128)
 
 
 class _Operand(NamedTuple):

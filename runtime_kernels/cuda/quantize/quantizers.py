@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""q2::quantize and q2::requantize on CUDA: rotate_quantize.cu, in the launch plans of plan.py.
+"""q2::quantize and q2::requantize on CUDA: rotate_quantize.cu, in the launch plans of plan.py; for
+schemes whose scales serve rowwise and columnwise, transposable.cu.
 
 - Seeds stay on the device, so that a captured CUDA graph draws new random bits at every replay.
 - Ends of groups stay there, too. The padded layout of groups is never written to memory: a thread
@@ -24,6 +25,7 @@ from q2compile.runtime_kernels.cuda.calls import (
     tensors_of,
 )
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
+from q2compile.runtime_kernels.cuda.quantize import transposable
 from q2compile.runtime_kernels.cuda.quantize.plan import (
     Dbias,
     Groups,
@@ -60,6 +62,8 @@ def why_not(call: QuantizerCall) -> str | None:
         return f"it rounds bf16 to given scales, not {call.x.dtype}"
     if call.dbias is not None and rule == ScaleRule.EXACT:
         return f"{call.scheme.name} has no tail kernel, which could add up the sums of tiles"
+    if call.scheme.is_transposable:
+        return transposable.why_not(call)
     if call.grouped and call.scheme.swizzled and rule in SCALED_AT_ONCE:
         return "rotate_quantize.cu leaves the last tile of swizzled scales to rows, not to groups"
     return not_served(
@@ -94,6 +98,9 @@ def _quantize_launches(*args: Any) -> Iterator[Launch]:
         x = x if known(x.stride(1) == 1) else x.contiguous()  # it is copied
     elif known(x.stride(1) != 1) and known(x.stride(0) == 1):
         rowwise_columnwise = rowwise_columnwise[::-1]
+    if call.scheme.is_transposable:
+        yield from transposable.launches(call, *rowwise_columnwise)
+        return
     pitch = x.stride(0) * x.element_size() % 16
     for vectors in (True, False):
         if not known(pitch != 0 if vectors else pitch == 0):
@@ -141,6 +148,9 @@ def quantize(*args: Any) -> LaunchPlan:
     if x.stride(1) != 1:
         assert not wants_rows(call)
         x, (rowwise, columnwise) = x.t(), (columnwise, rowwise)
+    if call.scheme.is_transposable:
+        firsts = [operand and operand.first for operand in (rowwise, columnwise)]
+        return transposable.quantizing_plan(call, x, firsts, inputs, slots.get("amax"))
     return quantizer_plan(
         x.device.index,
         SOURCES[x.dtype],

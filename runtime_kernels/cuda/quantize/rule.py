@@ -23,7 +23,7 @@ class ScaleRule(IntEnum):
             return ScaleRule.MS_EDEN
         if spec.format == "mxfp4":
             return ScaleRule.MX
-        return ScaleRule.EXACT if spec.global_scale == "exact" else ScaleRule.POW2
+        return ScaleRule.EXACT if spec.takes_amax else ScaleRule.POW2
 
 
 SCALED_AFTERWARDS = (ScaleRule.MS_EDEN, ScaleRule.POW2)  # whose scales align_scales.cu makes

@@ -121,6 +121,12 @@ def simple(steps: int = STEPS, **how: Any) -> Callable[[Attach], Run]:
     return lambda attach: Training(*build(**how), attach).steps(steps).done()
 
 
+def after_an_equal_model(attach: Attach) -> Run:
+    """Dynamo has graphs for both models, which were compiled without gather_codes."""
+    simple(1)(no_attach)
+    return simple()(attach)
+
+
 def accumulated(**how: Any) -> Callable[[Attach], Run]:
     return lambda attach: Training(*build(**how), attach).steps(4, micro_batches=2).done()
 
@@ -383,6 +389,7 @@ SCENARIOS: dict[str, Callable[[Attach], Run]] = {
     "not_compilable": not_compilable,
     "bare": bare,
     "attached_late": attached_late,
+    "after_an_equal_model": after_an_equal_model,
     "evaluated": evaluated,
     "read_by_others": read_by_others,
     "absorbed": partial(eager_reads.absorbed, build),
@@ -413,6 +420,7 @@ ALONE = (
 )  # compared with no run, or with one that others have
 SAME = {
     **dict.fromkeys(("whole_blocks", "offloaded", "attached_late", "not_compilable"), "quartet2"),
+    "after_an_equal_model": "quartet2",
     **dict.fromkeys(("uneven_checkpointed", "uneven_kept"), "uneven"),
 }
 

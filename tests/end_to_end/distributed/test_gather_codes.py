@@ -27,7 +27,7 @@ Found = list[dict[str, Any]]  # of each rank: scenario -> Run
 FORMS = ["quartet2", "recipes", "whole_blocks", "uneven_checkpointed", "uneven_kept", "changed"]
 FORMS += ["attached_late", "evaluated", "fp32_columns", "not_compiled", "bare", "experts_rows"]
 FORMS += ["offloaded", "not_compilable", "read_by_others", "absorbed", "hooked"]
-FORMS += ["hooked_inside"]
+FORMS += ["hooked_inside", "after_an_equal_model"]
 IN_GRAPH = ["in_graph", "in_graph_experts"]
 FOUR = ["square_four", "hsdp", "two_dimensional", "expert_parallel"]
 FAULTS = ["fault_policy", "fault_model", "fault_attach"]
@@ -187,6 +187,7 @@ def test_codes_are_gathered_again_after_a_change(two: Found) -> None:
     assert again[0] - again[-1] == 2 * (kept[0] - kept[-1])  # one gather in a micro-batch, not two
     assert two[0]["not_compiled"].bytes[-1] == values
     assert two[0]["attached_late"].bytes == [*[values] * 4, codes]
+    assert two[0]["after_an_equal_model"].bytes[-1] == codes
     run, plain = two[0]["evaluated"].bytes, two[0]["evaluated.plain"].bytes
     down = LAYERS * HIDDEN * 80  # the one that is gathered as codes
     saved = [a - b for a, b in zip(plain, run, strict=True)]

@@ -40,6 +40,7 @@ def test_bytes_and_flops_of_quartet2_by_hand():
     dgrad = (16 + 17) * dy + (4.5 + 8.5) * w + (4.5 * dy + 4.5 * w + 16 * x)
     wgrad = (4.5 + 8.5) * x + (4.5 * dy + 4.5 * x + 16 * w)
     prediction = predict(QUARTET2, (T, N, K))
+    assert predict(QUARTET2, (T, N, K)) is prediction, "equal layers are predicted once"
     assert prediction.bytes == (forward + dgrad + wgrad) / 8
     assert prediction.flops == 3 * 2 * T * N * K
     bf16 = bf16_steps(Layer(T, N, K), ALL)
@@ -241,6 +242,15 @@ def test_gemms_of_mxfp4_are_fp8s_on_a_hopper():
     assert elements.bits == (4.25 + 8) * T * N and elements.launches == 2
     assert elements.bits_before == 0.25 * T * N
     assert found["fprop"].kind == "bf16"
+
+
+@pytest.mark.parametrize("capability, kind", [(8, "bf16"), (HOPPER, "fp8"), (10, "bf16")])
+def test_experts_in_fp8_are_fp8s_on_a_hopper(capability, kind):
+    """torch has its grouped FP8 product there. Elsewhere operands are dequantized for BF16's."""
+    layer = Layer(T, N, K, experts=4, grouped=True, capability=capability)
+    found = {s.what: s.kind for s in recipe_steps(resolve("fp8"), layer, ALL)}
+    assert [found[name] for name in ALL] == [kind] * 3
+    assert ("dequantize dy" in found) == (kind == "bf16")
 
 
 def speeds(*shape, recipe=QUARTET2, **options):

@@ -154,12 +154,13 @@ def test_bits(gather, scale, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("gather", "recipe"),
     [(hugging_face, "mxfp4"), (hugging_face, "nvfp4"), (hugging_face, "quartet")]
-    + [(sentinels, "quartet"), (sentinels, "mxfp4_2d")],
+    + [(sentinels, "quartet"), (sentinels, "mxfp4_2d"), (sentinels, "fp8")]
+    + [(hugging_face, "quartet2_fp8")],
     ids=lambda p: getattr(p, "__name__", p),
 )
 def test_bits_of_other_recipes(gather, recipe, tmp_path) -> None:
-    """nvfp4 quantizes x for wgrad anew; quartet has a mask, mxfp4_2d no global scale. tetrajet2
-    quantizes in the forward as quartet2 does, without 4/6."""
+    """nvfp4 quantizes x for wgrad anew; quartet has a mask, mxfp4_2d no global scale, FP8 no block
+    scales. tetrajet2 quantizes in the forward as quartet2 does, without 4/6."""
     options = {"inner": "eager", "recipe": recipe}
     ours = step(gather, dump=str(tmp_path), **options)
     plain = step(gather, disable_passes=["quantize_rows_once"], **options)
@@ -168,12 +169,13 @@ def test_bits_of_other_recipes(gather, recipe, tmp_path) -> None:
     assert matches(tmp_path)["joint"]["matches"] == (recipe != "mxfp4")
 
 
-def test_bits_of_inductors_code() -> None:
+@pytest.mark.parametrize("recipe", ["quartet2", "fp8"])
+def test_bits_of_inductors_code(recipe) -> None:
     """Sentinels need a row more than the tokens, here of as many as a symbol says. Constant sizes
     are compiled by Inductor in test_gather_scattered.py."""
-    ours = step(sentinels, dynamic=True, inductor=ONE_THREAD)
+    ours = step(sentinels, dynamic=True, inductor=ONE_THREAD, recipe=recipe)
     off = {"disable_passes": ["quantize_rows_once"]}
-    plain = step(sentinels, dynamic=True, inductor=ONE_THREAD, **off)
+    plain = step(sentinels, dynamic=True, inductor=ONE_THREAD, recipe=recipe, **off)
     assert all(map(equal, ours, plain))
 
 

@@ -172,6 +172,9 @@ def test_padded_ends(routing) -> None:
     assert padded_ends.padded_ends(offs[:0]).shape == (0,)
     strided = offs.repeat_interleave(2)[::2]
     assert torch.equal(padded_ends.padded_ends(strided), padded)
+    filled = q2.padded_ends(offs, True)
+    assert torch.equal(padded_ends.padded_ends(offs, True), filled)
+    assert (filled.diff(prepend=torch.zeros(1, dtype=torch.int32)) > 0).all()
 
 
 @pytest.mark.parametrize("architecture", [AMPERE, HOPPER, BLACKWELL, "sm_120a"])

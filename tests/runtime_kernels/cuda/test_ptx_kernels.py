@@ -199,7 +199,7 @@ def test_signs() -> None:
 
 def test_zeros_in_rows_of_no_group() -> None:
     out = torch.ones((70, 24), dtype=torch.bfloat16)
-    grouped_mm._zero_rows(out, torch.tensor([3, 41], dtype=torch.int32))
+    grouped_mm.zero_rows(out, torch.tensor([3, 41], dtype=torch.int32))
     assert out[:41].eq(1).all() and out[41:].eq(0).all()
 
 

@@ -187,16 +187,30 @@ def test_the_padded_layout_leaves_products_as_they_are(spread: bool) -> None:
         torch.testing.assert_close(laid[u:v].T @ other[u:v], x[s:t].T @ dy[s:t], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("rows, groups", [(0, 1), (1, 1), (128, 1), (129, 3), (1000, 64)])
+@pytest.mark.parametrize("rows, groups", [(0, 1), (1, 1), (128, 1), (129, 3), (1000, 64), (0, 200)])
 def test_the_padded_layout_has_room_for_every_routing(rows: int, groups: int) -> None:
     """The worst: groups of one row more than a chunk, and as many rows of no group."""
     sizes = [min(1, rows)] * groups
     for extra in (0, rows // 128 * 128, rows):
         ends = torch.tensor(sizes).cumsum(0).clamp(max=rows).to(torch.int32)
         ends[-1] = min(int(ends[-1]) + extra, rows)
-        assert padded_ends(ends)[-1] + (rows - ends[-1] + 127) // 128 * 128 <= padded_rows(
-            rows, groups
-        )
+        for filled in (False, True):
+            of_none = (rows - ends[-1] + 127) // 128 * 128
+            assert padded_ends(ends, filled)[-1] + of_none <= padded_rows(rows, groups)
+
+
+def test_filled_ends_leave_no_group_empty() -> None:
+    """An empty group has a chunk of zeros, and the others begin after it, with what they had."""
+    offs, x = torch.tensor([0, 130, 130, 140], dtype=torch.int32), torch.randn(150, 8)
+    filled = padded_ends(offs, True)
+    assert filled.tolist() == [128, 384, 512, 640]
+    assert torch.ops.q2.padded_ends(offs, True).tolist() == filled.tolist()
+    laid, _ = lay_out(x, offs, filled, spread=False)
+    for (s, t), u in zip(
+        [(0, 0), (0, 130), (130, 130), (130, 140)], [0, *filled[:-1]], strict=True
+    ):
+        assert torch.equal(laid[u : u + t - s], x[s:t])
+    assert laid.count_nonzero() == x[:140].count_nonzero()
 
 
 @pytest.mark.parametrize("scheme, transform", [("nvfp4_sr_pow2", "rht16"), ("mxfp4_rtn", "none")])

@@ -81,7 +81,7 @@ def test_a_checkpoint(
     monkeypatch.setenv(CONFIG_FILE_VARIABLE, str(tmp_path / "options.json"))
     out = tmp_path / "out"
     assert cli.main(["export", str(checkpoint), str(out), "--recipe", "nvfp4"]) == 0
-    assert "7 weights in 4 bits (nvfp4-pack-quantized, weight-only)" in capsys.readouterr().out
+    assert "7 quantized weights (nvfp4-pack-quantized, weight-only)" in capsys.readouterr().out
     found = modules(out, "weight_packed")["model.layers.0.self_attn.q_proj"]
     scales = found["weight_scale"], 1 / found["weight_global_scale"]
     weight = tensors(checkpoint)["model.layers.0.self_attn.q_proj.weight"]
@@ -98,7 +98,7 @@ def test_a_function(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["export", where, str(out), *arguments]) == 0
     said = json.loads((out / "q2compile_export.json").read_text())["layers"]["0.weight"]
     assert said["input_scale"] == 2.0**-9, "3 / 6 / 448, up to a power of two"
-    assert "1 weights in 4 bits" in capsys.readouterr().out
+    assert "1 quantized weights" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
