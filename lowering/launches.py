@@ -27,7 +27,7 @@ from q2compile.lowering.state import lowering_state
 from q2compile.runtime_kernels.choice import choose
 from q2compile.runtime_kernels.cuda.calls import OperandLayout, is_in_layout
 from q2compile.runtime_kernels.cuda.quantize import grouped_launch
-from q2compile.runtime_kernels.cuda.quantize.grouped_check import Group, in_group, rejection
+from q2compile.runtime_kernels.cuda.quantize.grouped_check import GROUP
 from q2compile.runtime_kernels.cuda.quantize.grouping import can_share
 from q2compile.runtime_kernels.ops.table import SPLIT_SCALES
 from q2compile.runtime_kernels.registry import as_written, bound, call_op, parameters
@@ -137,19 +137,19 @@ def _layouts_of(name: str, args: Sequence[Any]) -> dict[int, OperandLayout]:
 
 
 @_once_a_kind
-def _checked_as(name: str, args: Sequence[Any]) -> Any:
-    """How the self-check of a group describes a call."""
-    return in_group(name, fakes(args))
+def _asked(name: str, args: Sequence[Any]) -> tuple[Any, ...]:
+    """A call as a group is chosen by it."""
+    return name, *fakes(args)
 
 
-def _checked_group(members: Sequence[Member], products: Sequence[AlphaProduct]) -> Group:
-    calls = tuple(_checked_as(member.op, member.args) for member in members)
+def _group_of(members: Sequence[Member], products: Sequence[AlphaProduct]) -> tuple:
+    calls = tuple(_asked(member.op, member.args) for member in members)
     others = itertools.count()
     pairs = tuple(
         grouped_launch.ScaleProduct(own, next(others) if is_tensor(other) else other)
         for own, other, _ in products
     )
-    return Group(calls, pairs, sum(is_tensor(product.other) for product in products))
+    return calls, pairs, sum(is_tensor(product.other) for product in products)
 
 
 def _enqueue(member: Member) -> None:
@@ -316,9 +316,8 @@ class Launches(LaunchNode):
         products: Sequence[AlphaProduct] = (),
     ) -> None:
         self._members, self._products = members, products
-        device = members[0].device
-        if device.type == "cuda" and (len(members) > 1 or products):
-            rejection(_checked_group(members, products), device)  # its call site asks again
+        if len(members) > 1 or products:
+            choose(GROUP, _group_of(members, products))  # its call site asks again
         others = [p.other for p in products if is_tensor(p.other)]
         super().__init__(
             [*map(unwrapped, (*tensors_of(members), *others))],

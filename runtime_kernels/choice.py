@@ -5,12 +5,14 @@ what a user has disabled, what a check or a call has found. The first without a 
 choice, and the reasons of those before it are kept in it.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
+from q2compile.runtime_kernels import checks
+from q2compile.runtime_kernels.check_results import Request
 from q2compile.runtime_kernels.kernel_states import (
     AWAITED,
     KNOWN,
@@ -52,7 +54,9 @@ class Kernel:
     launching: how generated code enqueues the launches of the kernel without torch's dispatcher
         (cuda/calls.py); None where that is not possible.
     is_generated: it is a part of the code of a compiled graph, and there is no function. An InGraph
-        precedes the arguments of `unsupported`.
+        precedes the arguments of `unsupported` and `check`.
+    check: the self-check that a call needs, None if it needs none. The op and the kernel's name
+        precede its arguments.
     """
 
     op: str
@@ -63,6 +67,7 @@ class Kernel:
     prepare: Callable[..., None] = nothing
     launching: Any = None
     is_generated: bool = False
+    check: Callable[..., Request | None] = nothing
 
     def why_not(self, *args, graph: InGraph | None = None) -> str | None:
         """None if this kernel runs with the arguments; otherwise why it is unsupported, rejected or
@@ -74,8 +79,10 @@ class Kernel:
             return "it is a part of graphs that Inductor compiles"
         failed = KNOWN.calls if assumed_capability() is None else {}
         failure = failed.get(kind_of_call(self, args)) if failed else None
-        known = failure or why_disabled(self.op, self.name)
-        return known or self.unsupported(*((graph, *args) if self.is_generated else args))
+        given = (graph, *args) if self.is_generated else args
+        why = failure or why_disabled(self.op, self.name) or self.unsupported(*given)
+        check = None if why or assumed_capability() else self.check(self.op, self.name, *given)
+        return why if check is None else checks.rejection(check)
 
 
 @dataclass(frozen=True)
@@ -150,12 +157,14 @@ def kernels(op: str, graph: InGraph | None = None) -> list[Kernel]:
     return [each for each in KERNELS[op] if graph is not None or not each.is_generated]
 
 
-def generated_kernel(op: str, name: str) -> Callable[[Callable], Callable]:
+def generated_kernel(
+    op: str, name: str, check: Callable[..., Request | None] = nothing
+) -> Callable[[Callable], Callable]:
     """Decorator: registers a kernel that is a part of compiled graphs, by the function that says
     why it does not serve a call (`unsupported`)."""
 
     def register(unsupported: Callable[..., str | None]) -> Callable[..., str | None]:
-        add(Kernel(op, name, None, nothing, unsupported, is_generated=True))
+        add(Kernel(op, name, None, nothing, unsupported, is_generated=True, check=check))
         return unsupported
 
     return register
@@ -183,12 +192,19 @@ def kind_of_call(kernel: Kernel, args: Sequence) -> Hashable:
             (a.device, a.dtype, *map(str, a.shape), *map(str, a.stride()))
             if isinstance(a, torch.Tensor)
             else str(a)
-            for a in args
+            for a in _flat(args)
         ),
     )
 
 
 def device_of(args: Sequence) -> torch.device:
-    """The device of the first tensor among an op's arguments, or in the list that comes first."""
-    first = args[0][0] if isinstance(args[0], list | tuple) else None
-    return next(a.device for a in (first, *args) if isinstance(a, torch.Tensor))
+    """The device of the first tensor among an op's arguments, and in lists among them."""
+    return next(a.device for a in _flat(args) if isinstance(a, torch.Tensor))
+
+
+def _flat(args: Sequence) -> Iterator[Any]:
+    for arg in args:
+        if isinstance(arg, list | tuple):
+            yield from _flat(arg)
+        else:
+            yield arg

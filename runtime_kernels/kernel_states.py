@@ -8,15 +8,16 @@
 "cuda" names the kernels of that name of all ops, "quantize.cuda" that of one op.
 
 KNOWN is the one memory of what passed and what was rejected; `KNOWN.forget()` empties it.
-cuda/check_results.py stores the results of checks on disk.
+check_results.py stores the results of checks on disk.
 """
 
 from __future__ import annotations
 
 import os
 import traceback
+import warnings
 from collections.abc import Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -26,6 +27,33 @@ UNSUPPORTED, REJECTED, DISABLED = "unsupported", "rejected", "disabled"
 VARIABLE = "Q2COMPILE_DISABLE_KERNELS"
 OPTION = "disable_kernels"
 _LINES = 12  # of a traceback
+
+# Names of kernels, as reports show them and `select` takes them.
+REFERENCE = "reference"
+CUDA = "cuda"
+CPP = "cpp"  # on a CPU
+INDUCTOR = "inductor"  # the kernel that Inductor generates for an op
+FUSED = "fused"  # CUDA quantizers that compute their operand (prologue fusion), in generated code
+GROUPED = "grouped_launch"  # one launch for several calls, in generated code
+CUDA_BF16, TRITON_FP4, CUBLASLT_FP4 = "cuda_bf16", "triton_fp4", "cublaslt_fp4"
+SCALED_MM, SCALED_GROUPED_MM = "scaled_mm", "scaled_grouped_mm"  # torch's FP8 GEMMs
+# The rough cost of another kernel in place of one.
+_COSTS = {
+    CUDA: "a torch reference takes 10 to 30 times as long",
+    CPP: "a torch reference takes several times as long",
+    FUSED: "a gradient is written and read once more",
+    GROUPED: "each call is launched by itself, which takes some microseconds more",
+    INDUCTOR: "a kernel that nothing is fused with, or a torch reference that takes 10 to 30 times "
+    "as long",
+    **dict.fromkeys(
+        (CUBLASLT_FP4, TRITON_FP4),
+        "another FP4 GEMM, or one in BF16, which takes 2 to 4 times as long",
+    ),
+}
+
+
+class KernelWarning(RuntimeWarning):
+    """A kernel failed, and another runs in its place."""
 
 
 class Reason(str):
@@ -74,7 +102,6 @@ class Result(NamedTuple):
     """
 
     reason: str | None
-    seconds: float = 0.0
     differs: bool = False
 
 
@@ -146,20 +173,29 @@ class DeviceLostError(RuntimeError):
     this process. The message names the kernel that ran last, and what to do."""
 
 
+class Noted(dict):
+    """Checks that are asked for and do not begin (`awaited_in`)."""
+
+
 AWAITED: ContextVar[dict | None] = ContextVar("q2compile_awaited", default=None)
+ONE_MULTIPROCESSOR: ContextVar[bool] = ContextVar("q2compile_one_multiprocessor", default=False)
 _DISABLED: dict[str, str] = {}  # name -> who disabled it
 _ASSUMED: ContextVar[tuple[int, int] | None] = ContextVar("q2compile_assumed_gpu", default=None)
 
 
 @contextmanager
-def assumed_gpu(capability: tuple[int, int]) -> Iterator[None]:
-    """Kernels answer as on a GPU of this compute capability, which need not be there: all that are
-    made for it work, and none is disabled. For questions only; nothing can be launched."""
-    token = _ASSUMED.set(capability)
+def _during(variable: ContextVar, value: Any) -> Iterator[None]:
+    token = variable.set(value)
     try:
         yield
     finally:
-        _ASSUMED.reset(token)
+        variable.reset(token)
+
+
+def assumed_gpu(capability: tuple[int, int]) -> AbstractContextManager[None]:
+    """Kernels answer as on a GPU of this compute capability, which need not be there: all that are
+    made for it work, and none is disabled. For questions only; nothing can be launched."""
+    return _during(_ASSUMED, capability)
 
 
 def assumed_capability() -> tuple[int, int] | None:
@@ -167,16 +203,17 @@ def assumed_capability() -> tuple[int, int] | None:
     return _ASSUMED.get()
 
 
-@contextmanager
-def awaited_in(begun: dict | None) -> Iterator[dict | None]:
+def awaited_in(begun: dict | None) -> AbstractContextManager[None]:
     """Kernels that are still to be checked count as good meanwhile. Their self-checks begin when
-    they are asked for, and are added to `begun`, to be awaited later (cuda/checks.py). None: a
-    question waits for its check, as it does outside of such a context."""
-    token = AWAITED.set(begun)
-    try:
-        yield begun
-    finally:
-        AWAITED.reset(token)
+    they are asked for, unless `begun` is Noted, and are added to it, to be awaited later
+    (checks.py). None: a question waits for its check, as it does outside of such a context."""
+    return _during(AWAITED, begun)
+
+
+def on_one_multiprocessor() -> AbstractContextManager[None]:
+    """Plans grids as for a device with one multiprocessor, so that each thread block has several
+    tiles even of small operands."""
+    return _during(ONE_MULTIPROCESSOR, True)
 
 
 def disable(names: Iterable[str], who: str) -> None:
@@ -221,3 +258,41 @@ def lost_text(op: str, name: str, device: object, error: BaseException) -> str:
         "error stays, a kernel that was launched before is at fault: CUDA_LAUNCH_BLOCKING=1 makes "
         "the error name that one."
     )
+
+
+def kernels_own(error: Exception, op: str, name: str, device: torch.device) -> bool:
+    """Whether a kernel that raised this is rejected. Not when memory was missing, since there may
+    be enough the next time, nor in a CUDA graph capture, whose graph is lost anyway.
+
+    Raises:
+        DeviceLostError: the device has failed, whichever kernel was the cause.
+    """
+    if lacks_memory(error) or isinstance(error, DeviceLostError):
+        return False
+    if device.type != "cuda":
+        return True
+    try:
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        torch.cuda.synchronize(device)
+    except Exception as lost:
+        raise DeviceLostError(lost_text(op, name, device, lost)) from error
+    return True
+
+
+def failure_text(error: Exception) -> Reason:
+    """The reason why a kernel that raised this is rejected."""
+    return rejected(f"it failed: {type(error).__name__}: {error}"[:2000].rstrip(), error)
+
+
+def warn_of_failure(op: str, name: str, device: torch.device, reason: str) -> None:
+    """Warns that a kernel is rejected, once for each kernel and device, and adds it to reports."""
+    if (op, name, device) not in KNOWN.warned:
+        KNOWN.warned[op, name, device] = reason
+        warnings.warn(
+            f"q2compile: kernel {name!r} of q2::{op} on {device} is {reason}\n"
+            f"Another runs in its place: {_COSTS.get(name, 'slower')}. "
+            "`q2compile doctor --recheck` checks rejected kernels again.",
+            KernelWarning,
+            stacklevel=2,
+        )

@@ -15,13 +15,13 @@ disabled never runs (kernel_states.py).
 
 import functools
 import logging
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
+from q2compile.runtime_kernels.check_results import Request
 from q2compile.runtime_kernels.choice import (
     KERNELS,
     MOST_KINDS,
@@ -39,50 +39,34 @@ from q2compile.runtime_kernels.kernel_states import (
     AWAITED,
     KNOWN,
     UNSUPPORTED,
-    DeviceLostError,
     NotServedError,
-    Reason,
     awaited_in,
     disable,
     disabled_kernels,
-    lacks_memory,
-    lost_text,
+    failure_text,
+    kernels_own,
     named_in_environment,
-    rejected,
     state_of,
+    warn_of_failure,
 )
+from q2compile.runtime_kernels.kernel_states import CPP as CPP
+from q2compile.runtime_kernels.kernel_states import CUBLASLT_FP4 as CUBLASLT_FP4
+from q2compile.runtime_kernels.kernel_states import CUDA as CUDA
+from q2compile.runtime_kernels.kernel_states import CUDA_BF16 as CUDA_BF16
+from q2compile.runtime_kernels.kernel_states import FUSED as FUSED
+from q2compile.runtime_kernels.kernel_states import GROUPED as GROUPED
+from q2compile.runtime_kernels.kernel_states import INDUCTOR as INDUCTOR
+from q2compile.runtime_kernels.kernel_states import REFERENCE as REFERENCE
+from q2compile.runtime_kernels.kernel_states import SCALED_GROUPED_MM as SCALED_GROUPED_MM
+from q2compile.runtime_kernels.kernel_states import SCALED_MM as SCALED_MM
+from q2compile.runtime_kernels.kernel_states import TRITON_FP4 as TRITON_FP4
 from q2compile.runtime_kernels.kernel_states import VARIABLE as DISABLING
+from q2compile.runtime_kernels.kernel_states import KernelWarning as KernelWarning
 
 LOG = logging.getLogger("q2compile")
 LIBRARY = torch.library.Library("q2", "DEF")
 
-# Names of kernels, as reports show them and `select` takes them.
-REFERENCE = "reference"
-CUDA = "cuda"
-CPP = "cpp"  # on a CPU
-INDUCTOR = "inductor"  # the kernel that Inductor generates for an op
-FUSED = "fused"  # CUDA quantizers that compute their operand (prologue fusion), in generated code
-GROUPED = "grouped_launch"  # one launch for several calls, in generated code
-CUDA_BF16, TRITON_FP4, CUBLASLT_FP4 = "cuda_bf16", "triton_fp4", "cublaslt_fp4"
-SCALED_MM, SCALED_GROUPED_MM = "scaled_mm", "scaled_grouped_mm"  # torch's FP8 GEMMs
-# The rough cost of another kernel in place of one.
-_COSTS = {
-    CUDA: "a torch reference takes 10 to 30 times as long",
-    CPP: "a torch reference takes several times as long",
-    FUSED: "a gradient is written and read once more",
-    GROUPED: "each call is launched by itself, which takes some microseconds more",
-    INDUCTOR: "a kernel that nothing is fused with, or a torch reference that takes 10 to 30 times "
-    "as long",
-    **dict.fromkeys(
-        (CUBLASLT_FP4, TRITON_FP4),
-        "another FP4 GEMM, or one in BF16, which takes 2 to 4 times as long",
-    ),
-}
 disable(named_in_environment(), DISABLING)
-
-
-class KernelWarning(RuntimeWarning):
-    """A kernel failed, and another runs in its place."""
 
 
 _REASONS: list[Callable[[], list[str]]] = []
@@ -239,26 +223,6 @@ def emulated() -> list[str]:
     return [text for describe in _EMULATED for text in describe()] + list(_REFERENCES.values())
 
 
-def kernels_own(error: Exception, op: str, name: str, device: torch.device) -> bool:
-    """Whether a kernel that raised this is rejected. Not when memory was missing, since there may
-    be enough the next time, nor in a CUDA graph capture, whose graph is lost anyway.
-
-    Raises:
-        DeviceLostError: the device has failed, whichever kernel was the cause.
-    """
-    if lacks_memory(error) or isinstance(error, DeviceLostError):
-        return False
-    if device.type != "cuda":
-        return True
-    try:
-        if torch.cuda.is_current_stream_capturing():
-            return False
-        torch.cuda.synchronize(device)
-    except Exception as lost:
-        raise DeviceLostError(lost_text(op, name, device, lost)) from error
-    return True
-
-
 def reject(kernel: Kernel, args: Sequence, error: Exception) -> None:
     """Rejects a kernel for calls of this kind, with a warning: other kernels serve them."""
     reason = failure_text(error)
@@ -267,24 +231,6 @@ def reject(kernel: Kernel, args: Sequence, error: Exception) -> None:
     KNOWN.calls[kind_of_call(kernel, args)] = reason
     KNOWN.choices.clear()
     warn_of_failure(kernel.op, kernel.name, device_of(args), reason)
-
-
-def failure_text(error: Exception) -> Reason:
-    """The reason why a kernel that raised this is rejected."""
-    return rejected(f"it failed: {type(error).__name__}: {error}"[:2000].rstrip(), error)
-
-
-def warn_of_failure(op: str, name: str, device: torch.device, reason: str) -> None:
-    """Warns that a kernel is rejected, once for each kernel and device, and adds it to reports."""
-    if (op, name, device) not in KNOWN.warned:
-        KNOWN.warned[op, name, device] = reason
-        warnings.warn(
-            f"q2compile: kernel {name!r} of q2::{op} on {device} is {reason}\n"
-            f"Another runs in its place: {_COSTS.get(name, 'slower')}. "
-            "`q2compile doctor --recheck` checks rejected kernels again.",
-            KernelWarning,
-            stacklevel=2,
-        )
 
 
 def left_out() -> list[str]:
@@ -311,12 +257,14 @@ def kernel(
     unsupported: Callable[..., str | None] = nothing,
     prepare: Callable[..., None] = nothing,
     launching: Any = None,
+    check: Callable[..., Request | None] = nothing,
 ) -> Callable[[Callable], Callable]:
     """Decorator: registers an implementation of an op. A later registration is tried before an
     earlier one."""
 
     def register(function: Callable) -> Callable:
-        add(Kernel(op, name, device_type, function, unsupported, prepare, launching))
+        how: Any = {"launching": launching, "check": check}
+        add(Kernel(op, name, device_type, function, unsupported, prepare, **how))
         return function
 
     return register

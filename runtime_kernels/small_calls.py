@@ -4,7 +4,7 @@
 A form is what kernels see of the arguments of an op: dtypes, schemes, the transform, flags, which
 arguments are absent, and how rows are aligned. Sizes and values are not part of it. A call with
 fake tensors, a node of Inductor and a call that runs have the same form. Whoever is asked for a
-kernel checks it for the form of the real call (cuda/selfcheck.py, cpu/selfcheck.py).
+kernel checks it for the form of the real call (selfcheck.py).
 
 `small_calls` makes calls of a form: on the CPU, of a few tiles with ragged ends.
 """
@@ -107,9 +107,9 @@ class Form(NamedTuple):
         return ", ".join(dict.fromkeys(words))
 
 
-def form_of(op: str, args: Sequence[Any], aligned: bool = True) -> Form:
+def form_of(op: str, args: Sequence[Any]) -> Form:
     """The form of a call. args: all arguments, in the order of the op's schema; tensors among them
-    may be fake, or of Inductor. Each call that is not compiled asks, so this must be fast."""
+    may be fake, or of Inductor."""
     seen = [
         arg if type(arg) in _PLAIN else arg.dtype if isinstance(arg, torch.Tensor) else ...
         for arg in args
@@ -125,7 +125,31 @@ def form_of(op: str, args: Sequence[Any], aligned: bool = True) -> Form:
             seen[i] = int(op == REQUANTIZE)
         else:
             seen[i] = stands_for(args[i])
-    return Form(op, tuple(seen), aligned)
+    return Form(op, tuple(seen), op not in SPECS or _is_aligned(QuantizerCall.of(op, args)))
+
+
+def _is_aligned(call: QuantizerCall) -> bool:
+    """True if rows of its operand begin on 16 bytes. They count as unaligned only if that is known:
+    a size may be a symbol."""
+    x, known = call.x, statically_known_true
+    if not isinstance(x, torch.Tensor) or x.dim() != 2:
+        return True
+    if call.spec.name == REQUANTIZE:
+        return not (call.by_scales and known(x.shape[1] % 8 != 0))
+    pitch = x.shape[1]  # of the copy that is made
+    if known(x.stride(1) == 1):
+        pitch = x.stride(0)
+    elif known(x.stride(0) == 1) and not wants_rows(call):
+        pitch = x.stride(1)
+    return not known(pitch * x.element_size() % 16 != 0)
+
+
+def wants_rows(call: QuantizerCall) -> bool:
+    """Whether rows of x must be contiguous. If not, a matrix with contiguous columns is read as its
+    transpose, with rowwise and columnwise swapped."""
+    has_squares = call.scheme.is_transposable and call.scheme.has_block_scales
+    is_plain = not (call.grouped or call.masked or call.dbias is not None)
+    return has_squares or not (is_plain and call.rotates_rows)
 
 
 _PLAIN = {type(None), bool, int, float, str, torch.dtype}

@@ -37,9 +37,8 @@ from torch._guards import TracingContext
 from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from q2compile.runtime_kernels import kernel_states
+from q2compile.runtime_kernels import checks, kernel_states
 from q2compile.runtime_kernels.choice import KERNELS, Kernel
-from q2compile.runtime_kernels.cuda import checks
 from q2compile.runtime_kernels.kernel_states import KNOWN
 from tests.support.browser import Browser, missing
 from tests.support.forked import leave_guards_unmeasured
@@ -111,7 +110,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[tuple[int, int]],
     """Call it with a compute capability: the process then behaves as if it had such a GPU."""
     from tests.support.pretended_gpu import forget, pretend
 
-    with checks.answering(checks.Mode(stored=False, in_child=False)):
+    with checks.answering(stored=False, in_child=False):
         yield partial(pretend, monkeypatch)
     forget()
 
@@ -119,7 +118,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[tuple[int, int]],
 @pytest.fixture
 def checked_here() -> Iterator[None]:
     """Self-checks run in this process, where a test can replace them, and not in a child."""
-    with checks.answering(checks.Mode(in_child=False)):
+    with checks.answering(in_child=False):
         yield
 
 

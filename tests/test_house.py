@@ -46,17 +46,19 @@ MAX_ENTRIES = 18  # of q2compile/: what fits on one screen of a file tree
 # all it holds; a module belongs to the room with the longest name that fits.
 TOOLS = ["backend", "capture", "config", "graph", "linear", "recipes", "report", "rewrite"]
 TOOLS += ["runtime_kernels", "torch_internals"]
-CHOOSING = ["runtime_kernels.choice", "runtime_kernels.kernel_states"]
+STORE = [f"runtime_kernels.{n}" for n in ("cache_folder", "kernel_states", "versions")]
+CHECKS = [*STORE, *(f"runtime_kernels.{n}" for n in ("check_child", "check_results", "checks"))]
+CHOOSING = [f"runtime_kernels.{n}" for n in ("choice", "check_results", "kernel_states")]
 SHARED_TOOLS = ["arguments", "as_it_was", "batches", "given", "kernel_rows", "measure"]
 SHARED_TOOLS = [f"tools.{n}" for n in (*SHARED_TOOLS, "time_words", "worst_layers")]
 SEMANTICS = [f"runtime_kernels.{n}" for n in ("numerics", "ops", "registry")]
-KERNELS_ASK = [*CHOOSING, *SEMANTICS, "runtime_kernels.cache_folder", "runtime_kernels.small_calls"]
+KERNELS_ASK = [*CHOOSING, *SEMANTICS, *CHECKS]
+KERNELS_ASK += [f"runtime_kernels.{n}" for n in ("selfcheck", "small_calls")]
 MAY_IMPORT = {
     # The public names, loaded on first use.
     "": ["config", "failures.stage_error", "recipes.option_types", "report", "telemetry", "tools"]
-    + ["tools.compare", "tools.export"]
-    + ["runtime_kernels.kernel_states", "runtime_kernels.registry"]
-    + ["torch_internals.tested_versions", "weight_cache"],
+    + ["tools.compare", "tools.export", "torch_internals.tested_versions", "weight_cache"]
+    + ["runtime_kernels.kernel_states", "runtime_kernels.registry"],
     "backend": ["capture", "compiler", "config", "failures", "report", "rewrite"]
     + ["runtime_kernels", "telemetry", "torch_internals", "weight_cache"],
     "config": ["passes", "recipes", "runtime_kernels", "telemetry.options", "torch_internals"],
@@ -89,18 +91,16 @@ MAY_IMPORT = {
     "recipes": ["runtime_kernels.numerics"],
     "passes": ["graph", "runtime_kernels", "torch_internals"],
     "graph": ["runtime_kernels", "torch_internals"],
-    "torch_internals": [],
-    "errors": [],
+    **dict.fromkeys(("errors", "torch_internals"), []),
     "lowering": ["graph", "runtime_kernels", "torch_internals"],
     "runtime_kernels": [],
-    "runtime_kernels.kernel_states": [],
-    "runtime_kernels.choice": ["runtime_kernels.kernel_states"],
+    "runtime_kernels.versions": ["runtime_kernels.kernel_states"],
+    **dict.fromkeys((*CHECKS[3:], "runtime_kernels.choice"), CHECKS),
+    "runtime_kernels.selfcheck": [*CHOOSING, *SEMANTICS, "runtime_kernels.small_calls"],
     "runtime_kernels.registry": CHOOSING,
-    "runtime_kernels.numerics": [],
     "runtime_kernels.ops": [*CHOOSING, "runtime_kernels.numerics", "runtime_kernels.registry"],
-    "runtime_kernels.cache_folder": [],
-    "runtime_kernels.cpu": [*KERNELS_ASK, "torch_internals.cpp_compiler"]
-    + [f"runtime_kernels.cuda.{n}" for n in ("checks", "selfcheck")],
+    **dict.fromkeys((*STORE[:2], "runtime_kernels.numerics"), []),
+    "runtime_kernels.cpu": [*KERNELS_ASK, "torch_internals.cpp_compiler"],
     "runtime_kernels.cuda": KERNELS_ASK,
     "runtime_kernels.small_calls": [*CHOOSING, *SEMANTICS],
     "runtime_kernels.cuda.jit": ["runtime_kernels.cache_folder", "runtime_kernels.kernel_states"],
@@ -123,8 +123,8 @@ PRIVATE_IMPORTS = {
         ("q2compile", "torch.utils._pytree"),
     ],
     "runtime_kernels imports nothing of the rest": [
-        ("runtime_kernels/cuda", "torch.utils._python_dispatch"),
-        ("runtime_kernels/cuda/selfcheck.py", "torch._subclasses.fake_tensor"),
+        ("runtime_kernels", "torch.utils._python_dispatch"),
+        ("runtime_kernels/cuda", "torch._subclasses.fake_tensor"),
     ],
     "torch_internals raises errors, so errors can't import it": [
         ("q2compile/errors.py", "torch._dynamo.exc"),

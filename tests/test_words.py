@@ -59,7 +59,7 @@ NAMES = (
             "q2compile/tools": "CUDA streams, and the public argument of q2compile.quantize",
             "runtime_kernels/cuda/calls.py": _STREAMS,
             "runtime_kernels/cuda/jit/launch.py": _STREAMS,
-            "runtime_kernels/cuda/selfcheck.py": _STREAMS,
+            "runtime_kernels/selfcheck.py": _STREAMS,
             "tests/runtime_kernels/cuda": _STREAMS,
             "tests/runtime_kernels/numerics/test_schemes.py": "argument of q2compile.quantize",
             "tests/support/emulation/__init__.py": _STREAMS,

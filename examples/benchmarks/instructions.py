@@ -18,12 +18,13 @@ import torch
 from q2compile.cost_model.devices import DATA_SHEETS
 from q2compile.cost_model.quantizers import BF16, ROWS_UNROTATED, Quantizer
 from q2compile.cost_model.rates import ISSUED, PIPES, lanes
-from q2compile.runtime_kernels.cuda.jit import disassemble, nvrtc
+from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import SOURCES, rotate_launch
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.numerics.transforms import get_transform
 from q2compile.tools.bench.cases import CASES
+from tests.support import disassemble
 
 COUNTED = Path(__file__).parents[2] / "q2compile" / "cost_model" / "instructions.json"
 ELEMENTS_A_THREAD = 64  # of each direction, in one pass of the loop

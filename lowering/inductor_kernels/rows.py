@@ -11,7 +11,6 @@ from q2compile.lowering.inductor_kernels import fusion_gain, selfcheck
 from q2compile.lowering.inductor_kernels.fusion_gain import ComputedOperand
 from q2compile.runtime_kernels.choice import InGraph, choose, generated_kernel
 from q2compile.runtime_kernels.cuda.jit.limits import capability_of, why_no_fp8
-from q2compile.runtime_kernels.kernel_states import assumed_capability
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.ops.table import (
     AMAX,
@@ -28,7 +27,7 @@ def why_not_amax(graph: InGraph, x: torch.Tensor) -> str | None:
     return _why_not_empty(x)
 
 
-@generated_kernel(QUANTIZE, INDUCTOR)
+@generated_kernel(QUANTIZE, INDUCTOR, selfcheck.check_of)
 def why_not_quantizer(graph: InGraph, *args: Any) -> str | None:
     """It is instead of a CUDA kernel only where that is faster with the producer of x: for rows of
     nvfp4 by their instructions, for those of fp8, which read and write no more than a copy, always.
@@ -47,7 +46,7 @@ def why_not_quantizer(graph: InGraph, *args: Any) -> str | None:
         other = _other_kernel(QUANTIZE, call.replace(recorded=False).positional)
         if other is not None:
             return f"{slower}; {other}"
-    return None if assumed_capability() else selfcheck.rejection(call.x.device, call)
+    return None
 
 
 @generated_kernel(TRANSPOSE, INDUCTOR)

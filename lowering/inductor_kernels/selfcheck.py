@@ -12,35 +12,33 @@ It is compiled in a thread of its own, since Inductor stores its current graph p
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from q2compile.lowering import register
-from q2compile.runtime_kernels.cuda import checks
-from q2compile.runtime_kernels.cuda.check_results import Request
-from q2compile.runtime_kernels.cuda.selfcheck import apart, difference_of_bits
-from q2compile.runtime_kernels.kernel_states import why_disabled
+from q2compile.runtime_kernels.check_results import Request
+from q2compile.runtime_kernels.choice import InGraph
 from q2compile.runtime_kernels.ops.table import QUANTIZE, QuantizerCall, rowwise_call
 from q2compile.runtime_kernels.registry import INDUCTOR
+from q2compile.runtime_kernels.selfcheck import apart, difference_of_bits
 from q2compile.runtime_kernels.small_calls import Form, arguments, form_of
 from q2compile.torch_internals.inductor import compile_by_itself
 from q2compile.torch_internals.patches import patched
 
 
-def rejection(device: torch.device, call: QuantizerCall) -> str | None:
-    """None when the Inductor kernel of such a call may be used on this device, otherwise the reason
-    in words."""
-    if not needs_check(device):
-        return why_disabled(call.spec.name, INDUCTOR)
-    return checks.rejection(request_of(device, call))
+def check_of(op: str, name: str, graph: InGraph, *args: Any) -> Request | None:
+    """The self-check of the Inductor kernel of such a call."""
+    call = QuantizerCall.of(QUANTIZE, args)
+    return request_of(call.x.device, call) if needs_check(call.x.device) else None
 
 
 def request_of(device: torch.device, call: QuantizerCall) -> Request:
-    """The self-check of the Inductor kernel of such a call, which only its scheme selects."""
+    """The self-check of the Inductor kernel of a call, which only its scheme selects."""
     plain = rowwise_call(call.scheme.name, ..., amax=... if call.scheme.takes_amax else None)
     form = form_of(QUANTIZE, plain.positional)
     sources = (str(Path(__file__).parents[1]),)
@@ -50,11 +48,6 @@ def request_of(device: torch.device, call: QuantizerCall) -> Request:
 def needs_check(device: torch.device) -> bool:
     """Whether a device needs the check. A CPU does not: tests check Inductor's code for it."""
     return device.type == "cuda"
-
-
-def compiling(device: torch.device, form: Form) -> list[Future]:
-    """No threads: Inductor compiles in the check."""
-    return []
 
 
 def disagreement(device: torch.device, form: Form) -> str | None:

@@ -69,7 +69,7 @@ _WRITTEN, _WRITTEN_DEQUANTIZED = 0.75, 2.25  # bytes an element and direction
 _WAITED = 1.1  # of a byte's time, for each byte read and row of loads on its way
 
 
-@generated_kernel(QUANTIZE, FUSED)
+@generated_kernel(QUANTIZE, FUSED, lambda op, name, *call: fused.check_of(*call))
 def why_not_fused(graph: InGraph, *args: Any) -> str | None:
     """None if a CUDA kernel computes the operand of a call, or the operands of two calls, and that
     is expected to pay; otherwise the reason in words."""
@@ -84,8 +84,6 @@ def why_not_fused(graph: InGraph, *args: Any) -> str | None:
         major = torch.cuda.get_device_capability(device)[0]
         how = call.scheme, len(call.operands), major, operands == 1 and graph.is_shared
         reason = why_not(prologue, *how)
-    if reason is None and device.type == "cuda":
-        reason = fused.rejection(device.index, call, operands, prologue.dtype)
     return reason
 
 

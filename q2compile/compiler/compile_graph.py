@@ -20,7 +20,7 @@ from q2compile.compiler.post_grad_passes import Fault, Insertion, PostGradPasses
 from q2compile.compiler.watcher import Watcher
 from q2compile.config import Config, saves_weights_by_peak, uses_cuda_graphs
 from q2compile.graph.nodes import q2_nodes
-from q2compile.runtime_kernels.cuda.checks import awaited_together
+from q2compile.runtime_kernels.checks import awaited_together
 from q2compile.runtime_kernels.ops.seed import counter
 from q2compile.torch_internals.aot_autograd import (
     aot_eager_compile,

@@ -13,7 +13,7 @@ from q2compile.compiler.cache_key import source_hash
 from q2compile.config import Config
 from q2compile.graph.nodes import op_counts
 from q2compile.passes.record import PassRecord
-from q2compile.runtime_kernels.cuda.check_results import rejections
+from q2compile.runtime_kernels.check_results import rejections
 from q2compile.runtime_kernels.kernel_states import disabled_kernels
 from q2compile.torch_internals.inductor import CustomGraphPass
 

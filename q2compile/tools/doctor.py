@@ -31,14 +31,15 @@ from typing import Any
 import torch
 
 from q2compile.config import Config, disable_named_kernels
+from q2compile.runtime_kernels import check_results
 from q2compile.runtime_kernels.cache_folder import cache_dir, why_temporary
 from q2compile.runtime_kernels.cpu import build
-from q2compile.runtime_kernels.cuda import check_results, emulated
+from q2compile.runtime_kernels.cuda import emulated
 from q2compile.runtime_kernels.cuda.jit import launch, nvrtc
 from q2compile.runtime_kernels.cuda.known_bad import known_bad
-from q2compile.runtime_kernels.cuda.versions import cublaslt_version, driver_version
 from q2compile.runtime_kernels.kernel_states import REJECTED
 from q2compile.runtime_kernels.registry import KernelWarning
+from q2compile.runtime_kernels.versions import cublaslt_version, driver_version
 from q2compile.tools.clear_cache import clear_cache
 from q2compile.tools.kernel_rows import (
     PASSED,

@@ -8,7 +8,7 @@ the passes and Inductor's lowering, which generates no code."""
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
@@ -19,10 +19,10 @@ from q2compile.cost_model.layer import layer_graphs
 from q2compile.recipes.published import RECIPES
 from q2compile.recipes.recipe import GEMMS
 from q2compile.recipes.resolve import resolve
-from q2compile.runtime_kernels.cuda import checks, selfcheck
-from q2compile.runtime_kernels.cuda.check_results import Request
+from q2compile.runtime_kernels import checks, selfcheck
+from q2compile.runtime_kernels.check_results import Request, stored
 from q2compile.runtime_kernels.cuda.quantize.grouped_check import Group
-from q2compile.runtime_kernels.kernel_states import REJECTED, awaited_in, lines_of, state_of
+from q2compile.runtime_kernels.kernel_states import REJECTED, Noted, awaited_in, lines_of, state_of
 from q2compile.runtime_kernels.ops.table import GEMM
 from q2compile.runtime_kernels.small_calls import Form
 from q2compile.torch_internals.inductor import decompositions, lower
@@ -98,7 +98,7 @@ def checked_rows(
 
     check: whether checks run.  announce: called with each row before it waits for its check.
     """
-    with checks.answering(checks.Mode(stored=False)) if check else nullcontext():
+    with checks.answering(stored=False) if check else nullcontext():
         serving = [row for row in rows if check and row.state == SERVES]
         with awaited_in({}):
             for row in serving:
@@ -114,11 +114,8 @@ def checked_rows(
 
 def rejected_rows(rows: Sequence[KernelRow]) -> list[KernelRow]:
     """The rows that are rejected by what is stored."""
-    with checks.answering(checks.Mode(runs=False)):
-        for row in rows:
-            row.ask()
-    rejected = [row for row in rows if row.state == REJECTED]
-    return [replace(row, state=SERVES, reason="") for row in rejected]
+    found = ((row, map(stored, row.requests)) for row in rows)
+    return [row for row, results in found if any(each and each.reason for each in results)]
 
 
 # Layers of each recipe: of experts or not, with a bias or not, and whether x and dy are computed by
@@ -129,8 +126,8 @@ _LAYERS = (False, True, False), (False, False, True), (True, False, False)
 def device_rows(device: torch.device) -> list[KernelRow]:
     """A row for each self-check that training by a published recipe begins on this device."""
     lowering.register()
-    asked: dict[tuple, Request] = {}
-    with checks.answering(checks.Mode(stored=False, runs=False)), awaited_in(asked), patched():
+    asked = Noted()
+    with checks.answering(stored=False), awaited_in(asked), patched():
         for recipe, (grouped, bias, fuses) in product(map(resolve, RECIPES), _LAYERS):
             if all(getattr(recipe, gemm) is None for gemm in GEMMS):
                 continue  # torch's own

@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 
-from q2compile.runtime_kernels.cpu import kernels, selfcheck
+from q2compile.runtime_kernels.cpu import kernels
 from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.numerics.schemes import Scheme, get_scheme
 from q2compile.runtime_kernels.numerics.swizzle import unswizzle_32x4x4
 from q2compile.runtime_kernels.ops import gemm as gemm_op
 from q2compile.runtime_kernels.ops.argument_checks import check_quantized
 from q2compile.runtime_kernels.ops.table import DEQUANTIZE, GEMM
-from q2compile.runtime_kernels.registry import CPP, kernel
 
 
 def plain_scales(scales: torch.Tensor, rows: int, blocks: int, scheme: Scheme) -> torch.Tensor:
@@ -50,10 +49,10 @@ def _no_dequantize(codes, scales, global_scale, scheme, cols, dtype) -> str | No
         return f"it writes bfloat16, float16 and float32, not {dtype}"
     if not get_scheme(scheme).has_block_scales:
         return "PyTorch's own operations convert codes without block scales"
-    return selfcheck.rejection(DEQUANTIZE, (codes, scales, global_scale, scheme, cols, dtype))
+    return None
 
 
-@kernel(DEQUANTIZE, CPP, device_type="cpu", unsupported=_no_dequantize)
+@kernels.cpu_kernel(DEQUANTIZE, _no_dequantize)
 def dequantize(
     codes: torch.Tensor,
     scales: torch.Tensor,
@@ -71,10 +70,10 @@ def _no_gemm(*args: Any) -> str | None:
     a_scheme, b_scheme = args[7:9]
     if not (get_scheme(a_scheme).has_block_scales and get_scheme(b_scheme).has_block_scales):
         return "operands without block scales need only PyTorch's own matmul"
-    return selfcheck.rejection(GEMM, args)
+    return None
 
 
-@kernel(GEMM, CPP, device_type="cpu", unsupported=_no_gemm)
+@kernels.cpu_kernel(GEMM, _no_gemm)
 def gemm(
     a_codes: torch.Tensor,
     a_scales: torch.Tensor,

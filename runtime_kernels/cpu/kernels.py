@@ -12,8 +12,11 @@ from typing import Any
 
 import torch
 
-from q2compile.runtime_kernels.cpu.build import library
+from q2compile.runtime_kernels.choice import nothing
+from q2compile.runtime_kernels.cpu.build import library, why_missing
 from q2compile.runtime_kernels.numerics.transforms import FIXED_SIGN_SEED, Transform
+from q2compile.runtime_kernels.registry import CPP, kernel
+from q2compile.runtime_kernels.selfcheck import check_of
 
 TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 MATRIX, CODES, BY_SCALES = range(3)  # what a quantizer reads
@@ -76,6 +79,19 @@ class DbiasArguments(ctypes.Structure):
         b=("rows columns row_stride column_stride", c_int64),
         c=("type out_type", c_int32),
     )
+
+
+def cpu_kernel(op: str, why_not: Callable[..., str | None] = nothing) -> Callable:
+    """Decorator: registers a kernel of the library, which is checked before its first use in a
+    process. why_not: None if it serves the arguments, otherwise the reason in words."""
+
+    def unsupported(*args: Any) -> str | None:
+        why = why_not(*args)
+        if why is None and (missing := why_missing()) is not None:
+            return f"there is no library of CPU kernels: {missing}"
+        return why
+
+    return kernel(op, CPP, device_type="cpu", unsupported=unsupported, check=check_of)
 
 
 _STRUCTS = {

@@ -7,18 +7,12 @@ from ctypes import byref
 
 import torch
 
-from q2compile.runtime_kernels.cpu import kernels, selfcheck
+from q2compile.runtime_kernels.cpu import kernels
 from q2compile.runtime_kernels.ops.masked_unrotate import checked_shapes
 from q2compile.runtime_kernels.ops.table import MASKED_UNROTATE
-from q2compile.runtime_kernels.registry import CPP, kernel
 
 
-@kernel(
-    MASKED_UNROTATE,
-    CPP,
-    device_type="cpu",
-    unsupported=lambda *args: selfcheck.rejection(MASKED_UNROTATE, args),
-)
+@kernels.cpu_kernel(MASKED_UNROTATE)
 def masked_unrotate(grad: torch.Tensor, mask: torch.Tensor, transform: str) -> torch.Tensor:
     """See ops/masked_unrotate.py."""
     rotation = checked_shapes(grad, mask, transform)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from q2compile.runtime_kernels.cpu import kernels, selfcheck
+from q2compile.runtime_kernels.cpu import kernels
 from q2compile.runtime_kernels.cpu.dequantize import dequantized, plain_scales
 from q2compile.runtime_kernels.numerics.groups import clear_tail, lay_out, spreads
 from q2compile.runtime_kernels.numerics.layout import ceil_div, empty_quantized
@@ -26,7 +26,6 @@ from q2compile.runtime_kernels.numerics.transforms import Transform
 from q2compile.runtime_kernels.ops import quantize as op
 from q2compile.runtime_kernels.ops import requantize as requantize_op
 from q2compile.runtime_kernels.ops.table import QUANTIZE, REQUANTIZE, QuantizerCall
-from q2compile.runtime_kernels.registry import CPP, kernel
 
 _ROUNDINGS = {("nvfp4", "rtn"): 0, ("nvfp4", "sr"): 1, ("nvfp4", "ms_eden"): 2}
 _ROUNDINGS |= {("mxfp4", "rtn"): 3, ("mxfp4", "sr"): 4, ("mxfp4", "quest"): 5}
@@ -52,12 +51,9 @@ UNSUPPORTED: dict[str, Callable[[QuantizerCall], bool]] = {
 }
 
 
-def _unsupported(call: QuantizerCall) -> str | None:
+def _why_not(call: QuantizerCall) -> str | None:
     """Why the kernels do not serve a call, else None."""
-    for reason, holds in UNSUPPORTED.items():
-        if holds(call):
-            return reason
-    return selfcheck.rejection(call.spec.name, call.positional)
+    return next((reason for reason, holds in UNSUPPORTED.items() if holds(call)), None)
 
 
 @cache
@@ -178,12 +174,7 @@ class _Maker:
         return [codes, scales, global_scale, *mask]
 
 
-@kernel(
-    QUANTIZE,
-    CPP,
-    device_type="cpu",
-    unsupported=lambda *args: _unsupported(QuantizerCall.of(QUANTIZE, args)),
-)
+@kernels.cpu_kernel(QUANTIZE, lambda *args: _why_not(QuantizerCall.of(QUANTIZE, args)))
 def quantize(*args: Any) -> list[torch.Tensor]:
     """See ops/quantize.py."""
     call = op.checked_quantize(QuantizerCall.of(QUANTIZE, args))
@@ -200,12 +191,7 @@ def quantize(*args: Any) -> list[torch.Tensor]:
     return made
 
 
-@kernel(
-    REQUANTIZE,
-    CPP,
-    device_type="cpu",
-    unsupported=lambda *args: _unsupported(QuantizerCall.of(REQUANTIZE, args)),
-)
+@kernels.cpu_kernel(REQUANTIZE, lambda *args: _why_not(QuantizerCall.of(REQUANTIZE, args)))
 def requantize(*args: Any) -> list[torch.Tensor]:
     """See ops/requantize.py."""
     call = requantize_op.checked_requantize(QuantizerCall.of(REQUANTIZE, args))

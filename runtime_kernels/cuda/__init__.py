@@ -7,9 +7,7 @@ gemm/           q2::gemm by cuBLASLt, Triton or cuBLAS
 dequantize.py, masked_unrotate.py, padded_ends.py, signs.py, to_e4m3.py, transpose.py
 calls.py        what a call of an op launches; call_site.py, such a call in generated code
 recent_launches.py    the last launches, named when the device fails
-selfcheck.py    small calls of each kernel, against the reference
-checks.py       where and when self-checks run: check_child.py, check_process.py, check_results.py
-versions.py     of what compiles and runs kernels;  known_bad.py  which of them are at fault
+known_bad.py    versions of libraries that are at fault
 emulated.py     what is emulated, and why
 csrc/           the sources, without headers of CUDA's; include/ptx.cuh holds all their inline PTX
 

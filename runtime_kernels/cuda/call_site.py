@@ -30,19 +30,12 @@ from q2compile.runtime_kernels.cuda.calls import (
     tensors_of,
 )
 from q2compile.runtime_kernels.cuda.quantize import fused
-from q2compile.runtime_kernels.cuda.quantize.grouped_check import Group, in_group, rejection
+from q2compile.runtime_kernels.cuda.quantize.grouped_check import GROUP
 from q2compile.runtime_kernels.cuda.quantize.grouped_launch import ScaleProduct, grouped_plan
 from q2compile.runtime_kernels.cuda.quantize.prologue_expression import PrologueExpression
+from q2compile.runtime_kernels.kernel_states import failure_text, kernels_own, warn_of_failure
 from q2compile.runtime_kernels.ops.table import QUANTIZE, QuantizerCall
-from q2compile.runtime_kernels.registry import (
-    FUSED,
-    bound,
-    call_op,
-    failure_text,
-    kernels_own,
-    reject,
-    warn_of_failure,
-)
+from q2compile.runtime_kernels.registry import FUSED, GROUPED, bound, call_op, reject
 
 _profiler = torch.autograd.profiler
 
@@ -174,7 +167,7 @@ class CallSite:
             return False
         inputs = list(given[: self.beginnings[0]])
         device = (inputs or tensors_of(args[0]))[0].device
-        if self._alone and rejection(self._group(args), device) is not None:
+        if self._alone and choose(GROUP, self._group(args)).name != GROUPED:
             return False
         end = self.beginnings[-1]
         behind = end + len(self._others)
@@ -211,9 +204,9 @@ class CallSite:
             return args
         return [given[0].new_empty((0, prologue.cols), dtype=prologue.dtype), *args[1:]]
 
-    def _group(self, args: Sequence[Any]) -> Group:
-        calls = tuple(in_group(call.op, a) for call, a in zip(self.calls, args, strict=True))
-        return Group(calls, self._products, len(self._others))
+    def _group(self, args: Sequence[Any]) -> tuple:
+        calls = tuple((call.op, *a) for call, a in zip(self.calls, args, strict=True))
+        return calls, self._products, len(self._others)
 
     def _bind(
         self,

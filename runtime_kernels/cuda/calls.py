@@ -15,16 +15,30 @@ each call is to read the addresses of the tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from q2compile.runtime_kernels.choice import device_of, nothing
 from q2compile.runtime_kernels.cuda import recent_launches
-from q2compile.runtime_kernels.cuda.jit.launch import Launch, empty, wait
+from q2compile.runtime_kernels.cuda.jit.launch import (
+    Launch,
+    begin_compiling,
+    empty,
+    unsupported,
+    wait,
+)
+from q2compile.runtime_kernels.kernel_states import assumed_capability
+from q2compile.runtime_kernels.numerics.schemes import get_scheme
+from q2compile.runtime_kernels.ops.table import QUANTIZE, TRANSPOSE
 from q2compile.runtime_kernels.registry import CUDA, kernel
+from q2compile.runtime_kernels.selfcheck import apart, check_of, moved_to
+from q2compile.runtime_kernels.small_calls import places_of_schemes
 
 _MOST_BOUND_CALLS = 4096  # for a program whose shapes never repeat
 ALIGNMENT = 16  # bytes that the kernels load at once
@@ -244,6 +258,16 @@ class Launching:
         launch."""
         load(self.launches(*args), tensors_of(args)[0].device.index)
 
+    def launches_of(self, cases: Iterable[Sequence[Any]], device: torch.device) -> list[Launch]:
+        """The launches that calls with such arguments, which are on the CPU, may make on a GPU."""
+        with apart(torch.device("cpu")), FakeTensorMode(allow_non_fake_inputs=True):
+            on_gpu = (moved_to(device, args) for args in cases)
+            return [each for args in on_gpu for each in self.launches(*args)]
+
+    def begin_compiling(self, cases: Iterable[Sequence[Any]], device: torch.device) -> list[Future]:
+        """Threads that compile the kernels of such calls."""
+        return begin_compiling(self.launches_of(cases, device), device.index)
+
     def bind(
         self,
         args: Sequence[Any],
@@ -316,10 +340,32 @@ def tensors_of(args: Sequence[Any]) -> list[torch.Tensor]:
     return [a for a in args if isinstance(a, torch.Tensor)]
 
 
+def cuda_kernel(
+    op: str,
+    name: str,
+    why_not: Callable[..., str | None] = nothing,
+    prepare: Callable[..., None] = nothing,
+    launching: Launching | None = None,
+) -> Callable[[Callable], Callable]:
+    """Decorator: registers a kernel of this package, which is checked before its first use.
+    why_not: None if it serves the arguments, otherwise the reason in words."""
+
+    def unserved(*args: Any) -> str | None:
+        why = why_not(*args)
+        for place in places_of_schemes(op):
+            spec = get_scheme(args[place])
+            if why is None and spec.is_tensorwise and op not in (QUANTIZE, TRANSPOSE):
+                why = f"it reads and writes FP4; PyTorch's own operations serve {args[place]}"
+        return why if why or assumed_capability() else unsupported(device_of(args).index)
+
+    how: Any = {"unsupported": unserved, "prepare": prepare, "launching": launching}
+    return kernel(op, name, device_type="cuda", check=check_of, **how)
+
+
 def launching(
     op: str,
     *,
-    unsupported: Callable[..., str | None],
+    why_not: Callable[..., str | None] = nothing,
     launches: Callable[..., Iterable[Launch]],
     layouts: dict[int, OperandLayout] | Callable[..., dict[int, OperandLayout]] | None = None,
 ) -> Callable[[Callable[..., LaunchPlan]], Launching]:
@@ -329,8 +375,7 @@ def launching(
 
     def register(plan: Callable[..., LaunchPlan]) -> Launching:
         made = Launching(plan, launches, layouts or {})
-        how: Any = {"unsupported": unsupported, "prepare": made.prepare, "launching": made}
-        kernel(op, CUDA, device_type="cuda", **how)(made)
+        cuda_kernel(op, CUDA, why_not, made.prepare, made)(made)
         return made
 
     return register

@@ -21,11 +21,9 @@ from q2compile.runtime_kernels.cuda.calls import (
     launching,
 )
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, launch
-from q2compile.runtime_kernels.cuda.selfcheck import rejection
 from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.ops.argument_checks import check_quantized
-from q2compile.runtime_kernels.registry import CUDA
 
 THREADS = 256
 _MATRIX = "PPPPqiiii"
@@ -63,12 +61,12 @@ def dequantize_launch(dtype: torch.dtype, mx: bool, whole: bool) -> Launch:
     return launch("dequantize.cu", _MATRIX * MOST_OPERANDS, THREADS, defines=defines)
 
 
-def _unsupported(codes, scales, global_scale, scheme, cols, dtype) -> str | None:
+def _why_not(codes, scales, global_scale, scheme, cols, dtype) -> str | None:
     if dtype not in _OUT:
         return f"it writes bfloat16, float16 and float32, not {dtype}"
     if get_scheme(scheme).swizzled:
         return "dequantize.cu reads plain scales"
-    return rejection("dequantize", CUDA, (codes, scales, global_scale, scheme, cols, dtype))
+    return None
 
 
 def launches(codes, scheme: str, cols, dtype: torch.dtype) -> Iterator[Launch]:
@@ -84,7 +82,7 @@ def launches(codes, scheme: str, cols, dtype: torch.dtype) -> Iterator[Launch]:
 
 @launching(
     "dequantize",
-    unsupported=_unsupported,
+    why_not=_why_not,
     launches=lambda codes, scales, global_scale, *rest: launches(codes, *rest),
     layouts={0: OperandLayout.CONTIGUOUS, 1: OperandLayout.CONTIGUOUS},
 )

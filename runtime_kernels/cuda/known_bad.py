@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from q2compile.runtime_kernels.cuda.versions import cublaslt_version
+from q2compile.runtime_kernels.versions import cublaslt_version
 
 CUBLAS, TRITON = "cuBLAS", "Triton"
 

@@ -14,10 +14,8 @@ from q2compile.runtime_kernels.cuda.calls import (
     launching,
 )
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, launch
-from q2compile.runtime_kernels.cuda.selfcheck import rejection
 from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.ops.masked_unrotate import checked_shapes
-from q2compile.runtime_kernels.registry import CUDA
 
 _THREADS = 256
 _CHUNK = 32
@@ -30,15 +28,15 @@ def unrotate_launch(dtype: torch.dtype) -> Launch:
     return launch("masked_unrotate.cu", "PPPqf", _THREADS, defines=defines)
 
 
-def _unsupported_unrotate(grad, mask, transform) -> str | None:
+def _why_not(grad, mask, transform) -> str | None:
     if transform != "h32":
         return f"masked_unrotate.cu has chunks of 32 without signs, not {transform}"
-    return rejection("masked_unrotate", CUDA, (grad, mask, transform))
+    return None
 
 
 @launching(
     "masked_unrotate",
-    unsupported=_unsupported_unrotate,
+    why_not=_why_not,
     launches=lambda grad, mask, transform: [unrotate_launch(grad.dtype)],
     layouts={0: OperandLayout.ALIGNED, 1: OperandLayout.ALIGNED},
 )

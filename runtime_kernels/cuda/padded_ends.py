@@ -14,9 +14,7 @@ from q2compile.runtime_kernels.cuda.calls import (
     launching,
 )
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, launch
-from q2compile.runtime_kernels.cuda.selfcheck import rejection
 from q2compile.runtime_kernels.ops.argument_checks import check_groups
-from q2compile.runtime_kernels.registry import CUDA
 
 
 @functools.cache
@@ -26,7 +24,6 @@ def padded_ends_launch(filled: bool = False) -> Launch:
 
 @launching(
     "padded_ends",
-    unsupported=lambda *args: rejection("padded_ends", CUDA, args),
     launches=lambda offs, filled=False: [padded_ends_launch(filled)],
     layouts={0: OperandLayout.CONTIGUOUS},
 )

@@ -13,9 +13,7 @@ from q2compile.runtime_kernels.cuda.calls import (
     launching,
 )
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, launch
-from q2compile.runtime_kernels.cuda.selfcheck import rejection
 from q2compile.runtime_kernels.ops.signs import checked_signs
-from q2compile.runtime_kernels.registry import CUDA
 
 
 @functools.cache
@@ -25,7 +23,6 @@ def signs_launch() -> Launch:
 
 @launching(
     "signs",
-    unsupported=lambda *args: rejection("signs", CUDA, args),
     launches=lambda seed, transform: [signs_launch()],
 )
 def signs(seed: torch.Tensor, transform: str) -> LaunchPlan:

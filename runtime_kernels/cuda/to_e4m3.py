@@ -14,11 +14,9 @@ from q2compile.runtime_kernels.cuda.calls import (
     launching,
 )
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, launch
-from q2compile.runtime_kernels.cuda.selfcheck import rejection
 from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.ops.to_e4m3 import checked_to_e4m3
-from q2compile.runtime_kernels.registry import CUDA
 
 _THREADS = 256
 _PARTS = 128  # thread blocks that look for the largest scale
@@ -38,7 +36,6 @@ def _launches(scheme: str) -> tuple[Launch, Launch]:
 
 @launching(
     "to_e4m3",
-    unsupported=lambda *args: rejection("to_e4m3", CUDA, args),
     launches=lambda codes, scales, global_scale, scheme: _launches(scheme),
     layouts={0: OperandLayout.ALIGNED, 1: OperandLayout.ALIGNED},
 )

@@ -16,11 +16,9 @@ from q2compile.runtime_kernels.cuda.calls import (
 )
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, launch
 from q2compile.runtime_kernels.cuda.quantize.transposable import code_launches, transposing_plan
-from q2compile.runtime_kernels.cuda.selfcheck import rejection
 from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.ops.argument_checks import check_quantized
 from q2compile.runtime_kernels.ops.transpose import checked_transpose, shapes
-from q2compile.runtime_kernels.registry import CUDA
 
 _THREADS, _TILE = 256, 128
 
@@ -40,7 +38,6 @@ def _launches(codes, scales, scheme: str, rows, swizzled: bool = False) -> list[
 
 @launching(
     "transpose",
-    unsupported=lambda *args: rejection("transpose", CUDA, args),
     launches=_launches,
     layouts={0: OperandLayout.ALIGNED, 1: OperandLayout.CONTIGUOUS},
 )

@@ -24,7 +24,6 @@ from q2compile.runtime_kernels.numerics.schemes import Scheme, get_scheme
 from q2compile.runtime_kernels.numerics.transforms import Transform, get_transform
 from q2compile.runtime_kernels.registry import (
     FUSED,
-    GROUPED,
     INDUCTOR,
     REFERENCE,
     as_written,
@@ -277,5 +276,4 @@ def kernel_names() -> tuple[str, ...]:
     pairs = [(op, k.name) for op in ops() for k in kernels(op) if k.name != REFERENCE]
     pairs += [(spec.name, INDUCTOR) for spec in SPECS.values() if spec.is_lowered]
     pairs += [(spec.name, FUSED) for spec in SPECS.values() if spec.is_fusable]
-    alone = {GROUPED, *(name for _, name in pairs)}
-    return (*sorted(alone), *sorted(f"{op}.{name}" for op, name in pairs))
+    return (*sorted({name for _, name in pairs}), *sorted(f"{op}.{name}" for op, name in pairs))

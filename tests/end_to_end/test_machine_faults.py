@@ -22,9 +22,8 @@ from torch._subclasses import FakeTensorMode
 from q2compile import explain
 from q2compile.config import CONFIG_FILE_VARIABLE, Config, resolved_policy
 from q2compile.errors import StageError
-from q2compile.runtime_kernels import cache_folder, registry
+from q2compile.runtime_kernels import cache_folder, registry, selfcheck
 from q2compile.runtime_kernels.cache_folder import cache_dir, read_whole
-from q2compile.runtime_kernels.cuda import selfcheck
 from q2compile.runtime_kernels.cuda.jit import limits, nvrtc
 from q2compile.runtime_kernels.registry import KernelWarning
 from q2compile.runtime_kernels.small_calls import form_of
@@ -273,7 +272,7 @@ def meet(*arguments):  # neither finds the other's file
 nvrtc.compile_variant = meet
 import hashlib
 from tests.support import quantizer_calls
-from q2compile.runtime_kernels.cuda import selfcheck
+from q2compile.runtime_kernels import selfcheck
 print(hashlib.sha256(nvrtc.cubin(variant, "sm_90a")).hexdigest())
 """
 

@@ -10,9 +10,8 @@ import re
 
 import pytest
 
-from q2compile.runtime_kernels.cuda.jit import disassemble
 from q2compile.runtime_kernels.cuda.quantize.prologue_source import cuda_source, instructions
-from tests.support import machine_code
+from tests.support import disassemble, machine_code
 from tests.support.machine_code import BOTH, EDEN, FUSED, FUSED_CASES, regressions
 from tests.support.prologue_expressions import EXPRESSIONS, fused_launch
 

@@ -18,11 +18,12 @@ from torch._inductor.lowering import lowerings
 
 from q2compile import lowering
 from q2compile.lowering import launches
-from q2compile.lowering.member import Member
 from q2compile.runtime_kernels import choice, registry
+from q2compile.runtime_kernels.choice import choose
 from q2compile.runtime_kernels.cuda.call_site import CallSite, SiteCall
 from q2compile.runtime_kernels.cuda.gemm import scaled_mm
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, LaunchError
+from q2compile.runtime_kernels.cuda.quantize.grouped_check import GROUP
 from q2compile.runtime_kernels.numerics.column_sums import column_sums
 from q2compile.runtime_kernels.registry import KernelWarning
 from tests.support.emulation.inductor import INDUCTOR_OPTIONS, emulate, serve_as_on
@@ -284,12 +285,15 @@ def test_where_only_the_launch_of_several_fails(request, monkeypatch) -> None:
 
 def test_the_check_of_what_is_launched_together_begins(pretended, monkeypatch) -> None:
     """x and w; dequantizing both; dy, and w and x requantized."""
-    monkeypatch.setattr(Member, "device", torch.device("cuda", 1))
-    asked: list[Any] = []
-    monkeypatch.setattr(launches, "rejection", lambda *of: asked.append(of))
+    asked: list[int] = []
+
+    def noted(op, args):
+        asked.extend([len(args[0])] * (op == GROUP))
+        return choose(op, args)
+
+    monkeypatch.setattr(launches, "choose", noted)
     step_of("quartet2")(rows(100))
-    assert [len(group.calls) for group, _ in asked] == [2, 2, 3]
-    assert {device for _, device in asked} == {torch.device("cuda", 1)}
+    assert asked == [2, 2, 3]
 
 
 def test_want_of_memory_is_raised(request, monkeypatch) -> None:

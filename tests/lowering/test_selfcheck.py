@@ -10,9 +10,8 @@ import torch._inductor.config as inductor_config
 from torch._inductor.utils import run_and_get_code
 
 from q2compile.lowering.inductor_kernels import selfcheck
-from q2compile.runtime_kernels import registry
-from q2compile.runtime_kernels.cuda import check_results
-from q2compile.runtime_kernels.ops.table import rowwise_call
+from q2compile.runtime_kernels import check_results, checks, registry
+from q2compile.runtime_kernels.ops.table import QuantizerCall, rowwise_call
 from q2compile.runtime_kernels.registry import KernelWarning
 from q2compile.tools import doctor, kernel_rows
 from tests.support.checked_forms import INDUCTOR_CHECKED
@@ -48,6 +47,10 @@ def ran(monkeypatch) -> list[tuple]:
     run: list[tuple] = []
     monkeypatch.setattr(selfcheck, "disagreement", lambda *check: run.append(check))
     return run
+
+
+def rejection(call: QuantizerCall) -> str | None:
+    return checks.rejection(selfcheck.request_of(CPU, call))
 
 
 def quantized(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -119,7 +122,7 @@ def test_whatever_fails_there_is_a_reason_once(monkeypatch, error) -> None:
     monkeypatch.setattr(selfcheck, "compile_by_itself", compiled)
     with pytest.warns(KernelWarning, match=str(error)) as said:
         for _ in range(3):
-            assert str(error) in (selfcheck.rejection(CPU, CALL) or "")
+            assert str(error) in (rejection(CALL) or "")
     assert len(tried) == len(texts(said, KernelWarning)) == 1
 
 
@@ -132,8 +135,8 @@ def test_want_of_memory_is_no_verdict(monkeypatch) -> None:
 
     monkeypatch.setattr(selfcheck, "disagreement", disagreement)
     with pytest.raises(torch.OutOfMemoryError):
-        selfcheck.rejection(CPU, CALL)
-    assert selfcheck.rejection(CPU, CALL) is None
+        rejection(CALL)
+    assert rejection(CALL) is None
 
 
 def test_that_loops_agree_is_known_to_the_next_process(monkeypatch, ran) -> None:
@@ -144,9 +147,9 @@ def test_that_loops_agree_is_known_to_the_next_process(monkeypatch, ran) -> None
             monkeypatch.setattr(check_results, "versions", lambda: ("99.0", "99.0"))
         if times == 3:
             monkeypatch.setattr(check_results, "named", lambda device: ("another", 0, 0))
-        assert selfcheck.rejection(CPU, CALL) is None
+        assert rejection(CALL) is None
         assert len(ran) == times
-    assert selfcheck.rejection(CPU, rowwise_call("nvfp4_46")) is None
+    assert rejection(rowwise_call("nvfp4_46")) is None
     assert len(ran) == 4
 
 
@@ -156,7 +159,7 @@ def test_that_they_differ_is_known_to_the_next_process(monkeypatch) -> None:
     for _ in range(2):
         forget_checks()
         with pytest.warns(KernelWarning):
-            assert selfcheck.rejection(CPU, CALL)
+            assert rejection(CALL)
         forget_checks()
     assert len(run) == 1
 

@@ -100,4 +100,4 @@ def test_a_process_that_compiles_has_the_generated_kernels() -> None:
     )
     command = [sys.executable, "-c", code]
     found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert found == "['fused', 'inductor', 'cpp', 'cuda', 'reference'] inductor\n"
+    assert found == "['fused', 'inductor', 'cuda', 'cpp', 'reference'] inductor\n"

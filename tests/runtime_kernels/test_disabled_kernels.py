@@ -7,8 +7,7 @@ import torch
 from q2compile.compiler.post_grad_passes import PostGradPasses
 from q2compile.config import Config
 from q2compile.report.report import RunReport
-from q2compile.runtime_kernels import registry
-from q2compile.runtime_kernels.cuda import selfcheck
+from q2compile.runtime_kernels import registry, selfcheck
 from q2compile.runtime_kernels.kernel_states import DISABLED, VARIABLE, NotServedError, disable
 from q2compile.runtime_kernels.registry import KernelWarning
 from tests.support.checked_forms import arguments_of

@@ -12,11 +12,10 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from q2compile.report.report import RunReport
-from q2compile.runtime_kernels import registry, small_calls
+from q2compile.runtime_kernels import registry, selfcheck, small_calls
 from q2compile.runtime_kernels.choice import Kernel
-from q2compile.runtime_kernels.cuda import selfcheck
 from q2compile.runtime_kernels.cuda.jit import launch, nvrtc
-from q2compile.runtime_kernels.kernel_states import KNOWN
+from q2compile.runtime_kernels.kernel_states import KNOWN, kernels_own
 from q2compile.runtime_kernels.numerics.layout import pack_bits, unpack_bits
 from q2compile.runtime_kernels.registry import (
     CPP,
@@ -174,9 +173,9 @@ def test_nothing_is_replaced_in_a_cuda_graph_capture(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     for capturing in (True, False):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda now=capturing: now)
-        own = registry.kernels_own(ERRORS[4], "gemm", "broken", torch.device("cuda", 0))
+        own = kernels_own(ERRORS[4], "gemm", "broken", torch.device("cuda", 0))
         assert own == (not capturing)
-    assert registry.kernels_own(ERRORS[4], "gemm", "broken", torch.device("cpu"))
+    assert kernels_own(ERRORS[4], "gemm", "broken", torch.device("cpu"))
 
 
 # ---- while it is prepared -----------------------------------------------------------------------

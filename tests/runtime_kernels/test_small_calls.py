@@ -11,7 +11,6 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from q2compile.runtime_kernels.cuda.quantize.grouped_check import in_group
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SCHEMES, SWIZZLED, get_scheme
 from q2compile.runtime_kernels.small_calls import form_of, small_calls, stands_for
 from tests.support.checked_forms import (
@@ -44,7 +43,7 @@ FORMS += [
 @pytest.mark.parametrize("asked", dict.fromkeys(FORMS), ids=str)
 def test_small_calls_have_the_form_that_was_asked_for(asked) -> None:
     """Otherwise another kernel would be checked than the one that runs."""
-    found = {in_group(asked.op, call.args) for call in small_calls(asked)}
+    found = {form_of(asked.op, call.args) for call in small_calls(asked)}
     if asked.op == "dequantize":  # it is not known whether all columns are wanted
         asked = {form("dequantize", asked.args[3], cols=cols) for cols in (True, False)}
         assert found == asked

@@ -111,9 +111,9 @@ def form(of: str | QuantizerVariant, scheme: str, **more: Any) -> Form:
     op, aligned = op_of(of), more.pop("aligned", True)
     given = _of_variant(of, scheme) if isinstance(of, QuantizerVariant) else _others(op, scheme)
     plain = Form(op, bound(op, (), {**given, **more}), aligned)
-    found = form_of(op, arguments(plain), aligned)
+    found = form_of(op, arguments(plain))
     named = found.named | {name: more.get(name) for name in found.named if name == "cols"}
-    return found._replace(args=tuple(named.values()))
+    return found._replace(args=tuple(named.values()), aligned=aligned)
 
 
 def _of_variant(variant: QuantizerVariant, scheme: str) -> dict[str, Any]:

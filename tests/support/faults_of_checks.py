@@ -12,14 +12,14 @@ OF_CHECKS = (
     # ---- self-checks ----
     fault(
         "thread blocks with several tiles are not checked",
-        f"{_CUDA}/selfcheck.py",
+        "runtime_kernels/selfcheck.py",
         "    found = difference()\n    if found is None:\n",
         "    found = difference()\n    if False:\n",
         f"{_CUDA}/test_what_runs_is_checked.py",
     ),
     fault(
         "the tile of large products is not checked",
-        f"{_CUDA}/selfcheck.py",
+        "runtime_kernels/selfcheck.py",
         "with on_one_multiprocessor() if in_training else nullcontext():",
         "with nullcontext():",
         f"{_CUDA}/test_first_launch.py",
@@ -33,14 +33,14 @@ OF_CHECKS = (
     ),
     fault(
         "results of another driver count",
-        f"{_CUDA}/check_results.py",
+        "runtime_kernels/check_results.py",
         "*named(device), *versions(), sources)",
         "*named(device), sources)",
         f"{_CUDA}/test_check_results.py",
     ),
     fault(
         "a check that did not end is no strike",
-        f"{_CUDA}/check_results.py",
+        "runtime_kernels/check_results.py",
         "if known is None and began is not None else known",
         "if False else known",
         f"{_CUDA}/test_checks.py",
@@ -48,21 +48,21 @@ OF_CHECKS = (
     ),
     fault(
         "the first strike rejects",
-        f"{_CUDA}/check_results.py",
+        "runtime_kernels/check_results.py",
         "    if is_second or again:\n",
         "    if True:\n",
         f"{_CUDA}/test_check_results.py",
     ),
     fault(
         "a process that nobody has reaped is alive",
-        f"{_CUDA}/check_results.py",
+        "runtime_kernels/check_results.py",
         'if fields[0] in "ZX"',
         "if False",
         f"{_CUDA}/test_check_results.py",
     ),
     fault(
         "a GEMM's check runs in clean memory",
-        f"{_CUDA}/selfcheck.py",
+        "runtime_kernels/selfcheck.py",
         "            block.fill_(255)",
         "            pass",
         f"{_CUDA}/test_what_runs_is_checked.py",
@@ -84,9 +84,9 @@ OF_CHECKS = (
     ),
     fault(
         "a pass waits for a check",
-        f"{_CUDA}/checks.py",
-        "        begin(request)\n        return None\n",
-        "        begin(request)\n",
+        "runtime_kernels/checks.py",
+        "                begin(request)\n            return None\n",
+        "                begin(request)\n",
         "q2compile/compiler/test_checks_of_a_graph.py",
     ),
     fault(
@@ -128,8 +128,8 @@ OF_CHECKS = (
     fault(
         "a rejected group is launched as one",
         f"{_CUDA}/call_site.py",
-        "rejection(self._group(args), device) is not None",
-        "rejection(self._group(args), device) is ...",
+        "choose(GROUP, self._group(args)).name != GROUPED",
+        "choose(GROUP, self._group(args)).name is ...",
         f"{_CUDA}/test_grouped_check.py",
     ),
     fault(

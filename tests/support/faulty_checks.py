@@ -6,13 +6,12 @@ from __future__ import annotations
 import os
 import signal
 import time
-from concurrent.futures import Future
 from pathlib import Path
 
 import torch
 
-from q2compile.runtime_kernels.cuda import checks
-from q2compile.runtime_kernels.cuda.check_results import Request
+from q2compile.runtime_kernels import checks
+from q2compile.runtime_kernels.check_results import Request
 
 DEVICE = torch.device("cpu")
 
@@ -25,10 +24,6 @@ def request(how: str, folder: Path, name: str = "broken", op: str = "gemm") -> R
 def runs(folder: Path) -> list[str]:
     """How the checks end that were run so far."""
     return sorted(path.name.partition("-")[0] for path in folder.iterdir())
-
-
-def compiling(how: str, folder: str) -> list[Future]:
-    return []
 
 
 def disagreement(how: str, folder: str) -> str | None:

@@ -16,7 +16,7 @@ from typing import IO, Any
 
 import pytest
 
-from q2compile.runtime_kernels.cuda import check_child
+from q2compile.runtime_kernels import check_child
 from tests.support import forked
 
 _PROGRAM = """

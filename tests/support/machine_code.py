@@ -37,7 +37,7 @@ import torch
 
 from q2compile.runtime_kernels.cuda import dequantize
 from q2compile.runtime_kernels.cuda.gemm.swizzle import swizzle_launch
-from q2compile.runtime_kernels.cuda.jit import disassemble, limits, nvrtc
+from q2compile.runtime_kernels.cuda.jit import limits, nvrtc
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
 from q2compile.runtime_kernels.cuda.masked_unrotate import unrotate_launch
 from q2compile.runtime_kernels.cuda.quantize.align_scales import align_launch
@@ -52,6 +52,7 @@ from q2compile.runtime_kernels.cuda.quantize.transposable import code_launches, 
 from q2compile.runtime_kernels.cuda.transpose import transpose_launch
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED, get_scheme
 from q2compile.runtime_kernels.numerics.transforms import get_transform
+from tests.support import disassemble
 from tests.support.prologue_expressions import GATED, SWIGLU, fused_launch
 
 # The counts of a kernel for an architecture:

@@ -2,8 +2,7 @@
 """State of q2compile that lasts as long as a process: as it is in a new one."""
 
 from q2compile.report.dump_folder import DumpFolder
-from q2compile.runtime_kernels import registry
-from q2compile.runtime_kernels.cuda import checks
+from q2compile.runtime_kernels import checks, registry
 from q2compile.runtime_kernels.kernel_states import KNOWN
 from q2compile.runtime_kernels.registry import CPP
 from q2compile.telemetry import clock

@@ -11,7 +11,7 @@ import torch
 from torch._dynamo.device_interface import CudaInterface
 from torch._subclasses import FakeTensorMode
 
-from q2compile.runtime_kernels.cuda import check_results
+from q2compile.runtime_kernels import check_results
 from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4
 from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.runtime_kernels.cuda.jit.launch import target, unsupported

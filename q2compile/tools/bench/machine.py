@@ -14,7 +14,7 @@ import torch
 
 from q2compile import __version__
 from q2compile.runtime_kernels.cuda.jit import launch, nvrtc
-from q2compile.runtime_kernels.cuda.versions import cublaslt_version
+from q2compile.runtime_kernels.versions import cublaslt_version
 
 _PACKAGES = ("triton", "cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cublas")
 _STATE = (

@@ -22,7 +22,6 @@ from q2compile.recipes.resolve import resolve
 from q2compile.runtime_kernels.choice import kernels
 from q2compile.runtime_kernels.cuda.gemm import cublaslt
 from q2compile.runtime_kernels.cuda.gemm.cublaslt_fp4 import product_of
-from q2compile.runtime_kernels.cuda.selfcheck import GEMM_ERROR
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED
 from q2compile.runtime_kernels.registry import (
     CUBLASLT_FP4,
@@ -31,6 +30,7 @@ from q2compile.runtime_kernels.registry import (
     TRITON_FP4,
     select,
 )
+from q2compile.runtime_kernels.selfcheck import GEMM_ERROR
 from q2compile.tools.bench import host
 from q2compile.tools.bench.bench import Bench, FastestGemm, failed, timed
 from q2compile.tools.bench.cases import CASES, OTHERS, calls_of_host, calls_of_quantizers, step_of

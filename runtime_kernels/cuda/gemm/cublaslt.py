@@ -33,9 +33,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from q2compile.runtime_kernels.cuda.gemm.operands import ALIGNMENT
 from q2compile.runtime_kernels.cuda.jit.launch import LaunchError, empty
 from q2compile.runtime_kernels.cuda.recent_launches import note
-from q2compile.runtime_kernels.cuda.versions import cublaslt as library
 from q2compile.runtime_kernels.ops.table import GEMM
 from q2compile.runtime_kernels.registry import CUBLASLT_FP4
+from q2compile.runtime_kernels.versions import cublaslt as library
 
 _COMPUTE_32F, _TRANSPOSE, _POINTERS_ON_DEVICE, _EPILOGUE_BIAS = 68, 1, 1, 4
 _POINTER_MODE, _TRANSA, _EPILOGUE, _BIAS_POINTER, _BIAS_TYPE = 2, 3, 7, 8, 26

@@ -11,8 +11,8 @@ cut.
 import torch
 from torch.nn.functional import pad
 
-from q2compile.runtime_kernels.cuda.calls import on_device
-from q2compile.runtime_kernels.cuda.check_results import Request
+from q2compile.runtime_kernels.check_results import Request
+from q2compile.runtime_kernels.cuda.calls import cuda_kernel, on_device
 from q2compile.runtime_kernels.cuda.gemm import swizzle
 from q2compile.runtime_kernels.cuda.gemm.cublaslt import GemmKind, planned, ready, run
 from q2compile.runtime_kernels.cuda.gemm.fastest import choose_algorithm
@@ -34,28 +34,22 @@ from q2compile.runtime_kernels.cuda.gemm.operands import (
 )
 from q2compile.runtime_kernels.cuda.jit.launch import empty
 from q2compile.runtime_kernels.cuda.jit.limits import capability_of, why_no_fp4
-from q2compile.runtime_kernels.cuda.selfcheck import rejection
 from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.ops.gemm import alpha_of, checked_gemm
 from q2compile.runtime_kernels.ops.table import GEMM
-from q2compile.runtime_kernels.registry import CUBLASLT_FP4, kernel
+from q2compile.runtime_kernels.registry import CUBLASLT_FP4
 
 _UNIT = 16  # cuBLASLt wants multiples of it: columns, and bytes of codes in a row
 
 
-def _unsupported_fp4(*args) -> str | None:
+def _why_not(*args) -> str | None:
     schemes = args[7:9]
-    if (why := unserved(args[0].device.index)) is not None:
+    if (why := why_no_fp4(capability_of(args[0].device))) is not None:
         return why
     if (format := get_scheme(schemes[0]).format) != "nvfp4":
         return f"this kernel of cuBLASLt multiplies nvfp4, not {format}"
-    return two_formats(*schemes) or reads_codes(*schemes) or rejection(GEMM, CUBLASLT_FP4, args)
-
-
-def unserved(index: int) -> str | None:
-    """None where cuBLASLt may multiply codes, otherwise the reason in words."""
-    return why_no_fp4(capability_of(index))
+    return two_formats(*schemes) or reads_codes(*schemes)
 
 
 def _prepare_fp4(
@@ -86,9 +80,7 @@ def takes(bias: torch.Tensor | None, dtype: torch.dtype) -> bool:
     return bias is None or (bias.dtype == dtype and dtype.itemsize == 2)
 
 
-@kernel(
-    "gemm", CUBLASLT_FP4, device_type="cuda", unsupported=_unsupported_fp4, prepare=_prepare_fp4
-)
+@cuda_kernel("gemm", CUBLASLT_FP4, _why_not, _prepare_fp4)
 def gemm_fp4(
     a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
 ) -> torch.Tensor:

@@ -7,34 +7,26 @@ a power of two is multiplied into the operands at no cost.
 
 import torch
 
-from q2compile.runtime_kernels.cuda.calls import load
+from q2compile.runtime_kernels.cuda.calls import cuda_kernel, load
 from q2compile.runtime_kernels.cuda.dequantize import dequantize, launches
 from q2compile.runtime_kernels.cuda.gemm.operands import (
     finished,
     without_contraction,
 )
-from q2compile.runtime_kernels.cuda.selfcheck import rejection
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, Scheme, get_scheme
 from q2compile.runtime_kernels.numerics.swizzle import unswizzle_32x4x4
 from q2compile.runtime_kernels.ops.gemm import alpha_of, checked_gemm
-from q2compile.runtime_kernels.registry import CUDA_BF16, kernel
+from q2compile.runtime_kernels.registry import CUDA_BF16
 
 
-def _prepare_bf16(
-    a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
-) -> None:
-    for codes, scheme in ((a_codes, a_scheme), (b_codes, b_scheme)):
+def prepare_operands(*args) -> None:
+    """Loads the kernels that dequantize the operands of a GEMM, plain or grouped."""
+    for codes, scheme in ((args[0], args[7]), (args[3], args[8])):
         if not get_scheme(scheme).dequantized:
             load(launches(codes, scheme, 2 * codes.shape[1], torch.bfloat16), codes.device.index)
 
 
-@kernel(
-    "gemm",
-    CUDA_BF16,
-    device_type="cuda",
-    unsupported=lambda *args: rejection("gemm", CUDA_BF16, args),
-    prepare=_prepare_bf16,
-)
+@cuda_kernel("gemm", CUDA_BF16, prepare=prepare_operands)
 def gemm_bf16(
     a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
 ) -> torch.Tensor:

@@ -23,15 +23,15 @@ from typing import Any
 
 import torch
 
-from q2compile.runtime_kernels.cuda import check_results
-from q2compile.runtime_kernels.cuda.check_results import Request
+from q2compile.runtime_kernels import check_results
+from q2compile.runtime_kernels.check_results import Request
 from q2compile.runtime_kernels.cuda.gemm import cublaslt
 from q2compile.runtime_kernels.cuda.gemm.cublaslt import Algorithm, GemmKind, Plan
 from q2compile.runtime_kernels.cuda.gemm.first_launch import marked, request
-from q2compile.runtime_kernels.cuda.selfcheck import GEMM_ERROR
 from q2compile.runtime_kernels.kernel_states import LaunchError, lacks_memory
 from q2compile.runtime_kernels.ops.table import GEMM
 from q2compile.runtime_kernels.registry import CUBLASLT_FP4
+from q2compile.runtime_kernels.selfcheck import GEMM_ERROR
 
 LOG = logging.getLogger("q2compile")
 _FASTER = 0.97  # of the first one's time; less is noise

@@ -7,34 +7,25 @@ Exact except for the order of the sums, as cuda_bf16.py, if both global scales a
 
 import torch
 
-from q2compile.runtime_kernels.cuda.calls import load
-from q2compile.runtime_kernels.cuda.dequantize import launches
-from q2compile.runtime_kernels.cuda.gemm.cuda_bf16 import dequantized
+from q2compile.runtime_kernels.cuda.calls import cuda_kernel
+from q2compile.runtime_kernels.cuda.gemm.cuda_bf16 import dequantized, prepare_operands
 from q2compile.runtime_kernels.cuda.gemm.grouped_mm import grouped_mm, unserved, zero_rows_launch
-from q2compile.runtime_kernels.cuda.selfcheck import rejection
-from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.ops.grouped_gemm import as_grouped, checked_grouped_gemm, factor_of
-from q2compile.runtime_kernels.registry import CUDA_BF16, kernel
+from q2compile.runtime_kernels.registry import CUDA_BF16
 
 
-def _unsupported(*args) -> str | None:
+def _why_not(*args) -> str | None:
     b_codes, offs, (gemm, dtype) = args[3], args[6], args[9:]
     columns = b_codes.shape[0] // offs.shape[0] if gemm == "fprop" else b_codes.shape[0]
-    return unserved(b_codes.device.index, dtype, columns) or rejection(
-        "grouped_gemm", CUDA_BF16, args
-    )
+    return unserved(b_codes.device.index, dtype, columns)
 
 
-def _prepare(
-    a_codes, a_scales, a_global, b_codes, b_scales, b_global, offs, a_scheme, b_scheme, gemm, dtype
-) -> None:
-    zero_rows_launch().warm_up(a_codes.device.index)
-    for codes, scheme in ((a_codes, a_scheme), (b_codes, b_scheme)):
-        if not get_scheme(scheme).dequantized:
-            load(launches(codes, scheme, 2 * codes.shape[1], torch.bfloat16), codes.device.index)
+def _prepare(*args) -> None:
+    zero_rows_launch().warm_up(args[0].device.index)
+    prepare_operands(*args)
 
 
-@kernel("grouped_gemm", CUDA_BF16, device_type="cuda", unsupported=_unsupported, prepare=_prepare)
+@cuda_kernel("grouped_gemm", CUDA_BF16, _why_not, _prepare)
 def grouped_gemm_bf16(
     a_codes, a_scales, a_global, b_codes, b_scales, b_global, offs, a_scheme, b_scheme, gemm, dtype
 ) -> torch.Tensor:

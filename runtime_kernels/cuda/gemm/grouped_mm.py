@@ -13,11 +13,11 @@ from q2compile.runtime_kernels.cuda.calls import (
     LaunchPlan,
     LaunchStep,
     OperandLayout,
+    cuda_kernel,
 )
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, launch, multiprocessors
 from q2compile.runtime_kernels.cuda.jit.limits import capability_of
-from q2compile.runtime_kernels.cuda.selfcheck import rejection
-from q2compile.runtime_kernels.registry import CUDA, kernel
+from q2compile.runtime_kernels.registry import CUDA
 
 _THREADS = 256
 
@@ -41,17 +41,15 @@ def unserved(index: int, dtype: torch.dtype, *sizes) -> str | None:
     return f"its rows must be multiples of 16 bytes, not {2 * odd[0]}" if odd else None
 
 
-def _unsupported(a, b, offs) -> str | None:
-    index = a.device.index
-    why = unserved(index, a.dtype, a.shape[1], b.shape[-1])
-    return why or rejection("grouped_mm", CUDA, (a, b, offs))
+def _why_not(a, b, offs) -> str | None:
+    return unserved(a.device.index, a.dtype, a.shape[1], b.shape[-1])
 
 
 def _prepare(a, b, offs) -> None:
     zero_rows_launch().warm_up(a.device.index)
 
 
-@kernel("grouped_mm", CUDA, device_type="cuda", unsupported=_unsupported, prepare=_prepare)
+@cuda_kernel("grouped_mm", CUDA, _why_not, _prepare)
 def grouped_mm(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
     """See ops/grouped_mm.py."""
     if a.shape[0] == 0 or b.shape[-1] == 0 or (b.dim() == 3 and a.shape[1] == 0):

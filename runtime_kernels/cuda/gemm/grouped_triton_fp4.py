@@ -4,28 +4,27 @@ for nvfp4 and mxfp4. The host does not wait for the device."""
 
 import torch
 
-from q2compile.runtime_kernels.cuda.calls import on_device
+from q2compile.runtime_kernels.cuda.calls import cuda_kernel, on_device
 from q2compile.runtime_kernels.cuda.gemm import first_launch
 from q2compile.runtime_kernels.cuda.gemm.operands import aligned, reads_codes, two_formats
 from q2compile.runtime_kernels.cuda.gemm.triton_fp4 import compiling, unserved
 from q2compile.runtime_kernels.cuda.jit.launch import multiprocessors
-from q2compile.runtime_kernels.cuda.selfcheck import rejection
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.ops.grouped_gemm import checked_grouped_gemm, result_shape
 from q2compile.runtime_kernels.ops.table import GROUPED_GEMM
-from q2compile.runtime_kernels.registry import TRITON_FP4, kernel
+from q2compile.runtime_kernels.registry import TRITON_FP4
 
 
-def _unsupported(*args) -> str | None:
+def _why_not(*args) -> str | None:
     a_scheme, b_scheme = args[7:9]
     wrong = unserved(args[0].device.index) or two_formats(a_scheme, b_scheme)
     wrong = wrong or reads_codes(a_scheme, b_scheme)
     if wrong is None and (get_scheme(a_scheme).swizzled or get_scheme(b_scheme).swizzled):
         wrong = "it reads plain scales: groups begin anywhere in tiles of 128 rows"
-    return wrong or rejection("grouped_gemm", TRITON_FP4, args)
+    return wrong
 
 
-@kernel("grouped_gemm", TRITON_FP4, device_type="cuda", unsupported=_unsupported)
+@cuda_kernel("grouped_gemm", TRITON_FP4, _why_not)
 def grouped_gemm_triton(
     a_codes, a_scales, a_global, b_codes, b_scales, b_global, offs, a_scheme, b_scheme, gemm, dtype
 ) -> torch.Tensor:

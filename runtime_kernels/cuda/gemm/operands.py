@@ -4,19 +4,9 @@
 import torch
 from torch.nn.functional import pad
 
-from q2compile.runtime_kernels.cuda.jit.limits import Version, family_of, why_not_in_e4m3
-from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED, get_scheme
+from q2compile.runtime_kernels.numerics.schemes import get_scheme
 
 ALIGNMENT = 16  # bytes, of every operand and of the rows of codes
-
-
-def operand_forms(capability: Version) -> dict[str, str]:
-    """The form of the operands that the GEMMs of a GPU read, by format: e4m3 elements are made from
-    plain codes."""
-    if family_of(capability) is not None:
-        return {"nvfp4": SWIZZLED, "mxfp4": SWIZZLED}
-    in_e4m3 = why_not_in_e4m3(capability) is None
-    return {"nvfp4": DEQUANTIZED, "mxfp4": "" if in_e4m3 else DEQUANTIZED}
 
 
 def two_formats(a_scheme: str, b_scheme: str) -> str | None:

@@ -4,13 +4,12 @@ one launch, nvfp4 and mxfp4."""
 
 import functools
 import importlib.util
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
-from q2compile.runtime_kernels.cuda.calls import on_device
+from q2compile.runtime_kernels.cuda.calls import cuda_kernel, on_device
 from q2compile.runtime_kernels.cuda.gemm import first_launch, swizzle
 from q2compile.runtime_kernels.cuda.gemm.operands import (
     ALIGNMENT,
@@ -23,20 +22,23 @@ from q2compile.runtime_kernels.cuda.gemm.operands import (
 from q2compile.runtime_kernels.cuda.jit.launch import multiprocessors
 from q2compile.runtime_kernels.cuda.jit.limits import capability_of, why_no_dot_scaled, why_no_fp4
 from q2compile.runtime_kernels.cuda.recent_launches import note
-from q2compile.runtime_kernels.cuda.selfcheck import rejection
-from q2compile.runtime_kernels.kernel_states import KNOWN, LaunchError, assumed_capability
+from q2compile.runtime_kernels.kernel_states import (
+    KNOWN,
+    LaunchError,
+    assumed_capability,
+    kernels_own,
+)
 from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.numerics.transforms import get_transform
 from q2compile.runtime_kernels.ops.gemm import checked_gemm
 from q2compile.runtime_kernels.ops.masked_unrotate import check_shape
 from q2compile.runtime_kernels.ops.table import GEMM, GEMM_MASKED_UNROTATE
-from q2compile.runtime_kernels.registry import TRITON_FP4, kernel, kernels_own
+from q2compile.runtime_kernels.registry import TRITON_FP4
 
 
-def _unsupported(op: str, args: Sequence[Any]) -> str | None:
+def _why_not(*args) -> str | None:
     schemes = args[7:9]
-    wrong = unserved(args[0].device.index) or two_formats(*schemes) or reads_codes(*schemes)
-    return wrong or rejection(op, TRITON_FP4, args)
+    return unserved(args[0].device.index) or two_formats(*schemes) or reads_codes(*schemes)
 
 
 def unserved(index: int) -> str | None:
@@ -46,19 +48,11 @@ def unserved(index: int) -> str | None:
     return why_no_dot_scaled(capability_of(index), triton_version())
 
 
-def _prepare_triton(
-    a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
-) -> None:
-    swizzle.prepare(a_codes.device.index, a_scheme, b_scheme)
+def _prepare(*args) -> None:
+    swizzle.prepare(args[0].device.index, *args[7:9])
 
 
-@kernel(
-    "gemm",
-    TRITON_FP4,
-    device_type="cuda",
-    unsupported=lambda *args: _unsupported(GEMM, args),
-    prepare=_prepare_triton,
-)
+@cuda_kernel("gemm", TRITON_FP4, _why_not, _prepare)
 def gemm_triton(
     a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
 ) -> torch.Tensor:
@@ -67,25 +61,13 @@ def gemm_triton(
     return _gemm(*operands, bias, a_scheme, b_scheme, dtype)
 
 
-def _unsupported_unrotation(*args) -> str | None:
+def _why_no_unrotation(*args) -> str | None:
     if args[9] != "h32":
         return f"its epilogue rotates chunks of 32 without signs back, not {args[9]}"
-    return _unsupported(GEMM_MASKED_UNROTATE, args)
+    return _why_not(*args)
 
 
-def _prepare_unrotation(
-    a_codes, a_scales, a_global, b_codes, b_scales, b_global, mask, a_scheme, b_scheme, *more
-) -> None:
-    swizzle.prepare(a_codes.device.index, a_scheme, b_scheme)
-
-
-@kernel(
-    "gemm_masked_unrotate",
-    TRITON_FP4,
-    device_type="cuda",
-    unsupported=_unsupported_unrotation,
-    prepare=_prepare_unrotation,
-)
+@cuda_kernel("gemm_masked_unrotate", TRITON_FP4, _why_no_unrotation, _prepare)
 def gemm_masked_unrotate_triton(
     a_codes, a_scales, a_global, b_codes, b_scales, b_global, mask, a_scheme, b_scheme, *more
 ) -> torch.Tensor:

@@ -15,9 +15,8 @@ import sys
 import threading
 import warnings
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ import torch
 
 from q2compile.runtime_kernels.cuda.jit import limits, nvrtc
 from q2compile.runtime_kernels.cuda.jit.nvrtc import KernelVariant
-from q2compile.runtime_kernels.kernel_states import LaunchError
+from q2compile.runtime_kernels.kernel_states import ONE_MULTIPROCESSOR, LaunchError
 
 LOG = logging.getLogger("q2compile")
 _ADDRESS = struct.calcsize("@P")  # as long as an item of array("Q"), on its alignment
@@ -271,6 +270,12 @@ def architecture(index: int) -> str:
     return found
 
 
+def begin_compiling(launches: Iterable[Launch], index: int) -> list[Future]:
+    """Threads that compile these launches for a device."""
+    variants = dict.fromkeys(launch.variant for launch in launches)
+    return [nvrtc.begin(variant, architecture(index)) for variant in variants]
+
+
 def driver_cuda() -> tuple[int, int] | None:
     """The CUDA version of the driver; None where there is none."""
     asked = getattr(torch._C, "_cuda_getDriverVersion", None)
@@ -309,29 +314,15 @@ def wait(index: int) -> bool:
     return True
 
 
-_ONE_MULTIPROCESSOR: ContextVar[bool] = ContextVar("q2compile_one_multiprocessor", default=False)
-
-
 def multiprocessors(index: int) -> int:
     """Multiprocessors of a CUDA device, or those that grids are planned for."""
-    return 1 if _ONE_MULTIPROCESSOR.get() else all_multiprocessors(index)
+    return 1 if ONE_MULTIPROCESSOR.get() else all_multiprocessors(index)
 
 
 @functools.cache
 def all_multiprocessors(index: int) -> int:
     """The number of multiprocessors of a CUDA device."""
     return torch.cuda.get_device_properties(index).multi_processor_count
-
-
-@contextmanager
-def on_one_multiprocessor() -> Iterator[None]:
-    """Plans grids as for a device with one multiprocessor, so that each thread block has several
-    tiles even of small operands."""
-    token = _ONE_MULTIPROCESSOR.set(True)
-    try:
-        yield
-    finally:
-        _ONE_MULTIPROCESSOR.reset(token)
 
 
 def _checked(result: tuple, launch: Launch):

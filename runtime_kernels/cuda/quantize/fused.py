@@ -7,7 +7,7 @@ tensors once.
 A call has no x. Only which of its other arguments are tensors counts, except in `fused_plan`.
 
 Of all GPUs, only an H200 has run these kernels. So everywhere the first use of a scheme is preceded
-by a self-check against the reference (`rejection`).
+by a self-check against the reference (`check_of`).
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import torch
 
-from q2compile.runtime_kernels.cuda import checks
+from q2compile.runtime_kernels.check_results import Request
+from q2compile.runtime_kernels.choice import InGraph
 from q2compile.runtime_kernels.cuda.calls import BoundCall, LaunchPlan, tensors_of
-from q2compile.runtime_kernels.cuda.check_results import Request
-from q2compile.runtime_kernels.cuda.jit import nvrtc
-from q2compile.runtime_kernels.cuda.jit.launch import architecture
+from q2compile.runtime_kernels.cuda.jit.launch import begin_compiling
 from q2compile.runtime_kernels.cuda.quantize.plan import (
     OperandSlots,
     launches,
@@ -36,13 +36,13 @@ from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
     shared_memory,
 )
 from q2compile.runtime_kernels.cuda.quantize.rule import SCALED_AFTERWARDS, ScaleRule
-from q2compile.runtime_kernels.cuda.selfcheck import (
+from q2compile.runtime_kernels.ops.table import QUANTIZE, QuantizerCall
+from q2compile.runtime_kernels.registry import FUSED
+from q2compile.runtime_kernels.selfcheck import (
     apart,
     difference_of_bits,
     difference_on_any_grid,
 )
-from q2compile.runtime_kernels.ops.table import QUANTIZE, QuantizerCall
-from q2compile.runtime_kernels.registry import FUSED
 from q2compile.runtime_kernels.small_calls import Form, form_of
 
 
@@ -100,28 +100,21 @@ def prepare(prologue: PrologueExpression, call: QuantizerCall, index: int) -> li
         prologue=prologue,
         rotates_rows=call.rotates_rows,
     )
-    return [nvrtc.begin(launch.variant, architecture(index)) for launch in needed]
+    return begin_compiling(needed, index)
 
 
-def rejection(
-    index: int, call: QuantizerCall, operands: int = 1, dtype: torch.dtype = torch.bfloat16
-) -> str | None:
-    """None if kernels with a prologue may be used with such a call on this CUDA device; otherwise
-    the reason in words.
+def check_of(graph: InGraph, *args: Any) -> Request | None:
+    """The self-check of kernels with a prologue for such a call, on a GPU.
 
     The first time on a machine a small prologue runs, and must give the reference's bits. It
     consists of sums and products, which all devices round alike; functions of libdevice are not
     checked.
-
-    operands: how many one kernel computes and quantizes.  dtype: of those.
     """
-    return checks.rejection(_request(index, call, operands, dtype))
-
-
-def _request(index: int, call: QuantizerCall, operands: int, dtype: torch.dtype) -> Request:
-    device, form = torch.device("cuda", index), form_of(QUANTIZE, call.replace(x=None).positional)
-    check = QUANTIZE, FUSED, device, form, operands, dtype
-    return Request(check, __name__, check[2:])
+    call = QuantizerCall.of(QUANTIZE, args)
+    device, prologue = call.x.device, graph.prologue
+    form = form_of(QUANTIZE, call.replace(x=None).positional)
+    check = QUANTIZE, FUSED, device, form, len(prologue.results), prologue.dtype
+    return Request(check, __name__, check[2:]) if device.type == "cuda" else None
 
 
 def compiling(device: torch.device, form: Form, operands: int, dtype: torch.dtype) -> list[Future]:

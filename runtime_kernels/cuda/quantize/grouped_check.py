@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The self-check of a grouped launch: one tail kernel for the operands of several calls, batched
-launches, and products of global scales. Each call by itself is checked before (selfcheck.py).
+"""The choice of a grouped launch, and its self-check: one tail kernel for the operands of several
+calls, batched launches, and products of global scales. Each call by itself is checked before
+(selfcheck.py).
 
 A group is checked with small operands that differ from call to call, so that an operand that is
 taken for another one shows. If it is rejected, its calls are launched one by one.
@@ -14,25 +15,24 @@ from typing import Any, NamedTuple
 
 import torch
 
-from q2compile.runtime_kernels.choice import kernels
-from q2compile.runtime_kernels.cuda import checks
-from q2compile.runtime_kernels.cuda.calls import BoundCall, tensors_of
-from q2compile.runtime_kernels.cuda.check_results import Request
+from q2compile.runtime_kernels.check_results import Request
+from q2compile.runtime_kernels.choice import KERNELS, Kernel, add, device_of, kernels, nothing
+from q2compile.runtime_kernels.cuda.calls import BoundCall, Launching, tensors_of
+from q2compile.runtime_kernels.cuda.jit.launch import begin_compiling
 from q2compile.runtime_kernels.cuda.quantize.grouped_launch import (
     ScaleProduct,
     compile_ahead,
     grouped_plan,
 )
-from q2compile.runtime_kernels.cuda.quantize.quantizers import is_aligned
-from q2compile.runtime_kernels.cuda.selfcheck import (
+from q2compile.runtime_kernels.ops.table import SPECS
+from q2compile.runtime_kernels.registry import CUDA, GROUPED, REFERENCE, select
+from q2compile.runtime_kernels.selfcheck import (
     apart,
-    begin_compiling,
+    as_tuple,
     difference_of_bits,
     difference_on_any_grid,
-    launches_of,
+    moved_to,
 )
-from q2compile.runtime_kernels.ops.table import SPECS, QuantizerCall
-from q2compile.runtime_kernels.registry import CUDA, GROUPED, REFERENCE, select
 from q2compile.runtime_kernels.small_calls import ROWS, Form, arguments, form_of, outputs_of
 
 
@@ -49,32 +49,39 @@ class Group(NamedTuple):
         return f"grouped: {calls}{pairs and f'; products {pairs}'}"
 
 
-def in_group(op: str, args: Sequence[Any]) -> Form:
-    """The form of a call with these arguments, which may be fake."""
-    return form_of(op, args, op not in SPECS or is_aligned(QuantizerCall.of(op, args)))
+def group_of(calls: tuple, products: tuple, others: int) -> Group:
+    """calls: the op and all arguments of each."""
+    return Group(tuple(form_of(op, args) for op, *args in calls), products, others)
 
 
-def rejection(group: Group, device: torch.device) -> str | None:
-    """None if the calls may be launched as a group on this device, otherwise the reason in words.
+def _check_of(op: str, name: str, calls: tuple, *more: Any) -> Request | None:
+    device = device_of(calls)
+    return request_of(group_of(calls, *more), device) if device.type == "cuda" else None
 
-    Raises:
-        LaunchError: it is still to be checked, and a CUDA graph is being captured.
-    """
-    return checks.rejection(request_of(group, device)) if device.type == "cuda" else None
+
+# `choose(GROUP, (calls, products, others))` chooses the grouped launch, or the calls one by one.
+GROUP = "group"
+KERNELS[GROUP] = [Kernel(GROUP, REFERENCE, None, nothing)]
+add(Kernel(GROUP, GROUPED, None, nothing, check=_check_of))
+
+
+def request_of(group: Group, device: torch.device) -> Request:
+    """The self-check of a group."""
+    return Request((group.calls[0].op, GROUPED, device, group), __name__, (device, group))
 
 
 def compiling(device: torch.device, group: Group) -> list[Future]:
     """Threads that compile the kernels of a group."""
     with apart(torch.device("cpu")):
         cases = [(call.op, [_arguments(n, call)]) for n, call in enumerate(group.calls)]
-    found = [launches_of(op, of_call, device) for op, of_call in cases]
+    found = [_launching(op).launches_of(of_call, device) for op, of_call in cases]
     of_calls = begin_compiling([each for launches in found for each in launches], device.index)
     return compile_ahead(found, device.index) + of_calls
 
 
-def request_of(group: Group, device: torch.device) -> Request:
-    """The self-check of a group."""
-    return Request((group.calls[0].op, GROUPED, device, group), __name__, (device, group))
+def _launching(op: str) -> Launching:
+    found: Launching = next(k.launching for k in kernels(op) if k.name == CUDA)
+    return found
 
 
 def disagreement(device: torch.device, group: Group) -> str | None:
@@ -84,7 +91,7 @@ def disagreement(device: torch.device, group: Group) -> str | None:
         ops = [call.op for call in group.calls]
         given = [_arguments(number, call) for number, call in enumerate(group.calls)]
         others = [torch.tensor(0.3 + number) for number in range(group.others)]
-        made = [_tuple(select(op, a, REFERENCE)(*a)) for op, a in zip(ops, given, strict=True)]
+        made = [as_tuple(select(op, a, REFERENCE)(*a)) for op, a in zip(ops, given, strict=True)]
         want = [result for each in made for result in each]
         names = [
             f"{name} of call {number}"
@@ -95,11 +102,8 @@ def disagreement(device: torch.device, group: Group) -> str | None:
             factor = others[other] if isinstance(other, int) else made[other[0]][other[1]]
             want.append(made[call][own] * factor)
             names.append(f"products of the global scale of call {call + 1}")
-        members = [
-            (op, [t.to(device) if isinstance(t, torch.Tensor) else t for t in a])
-            for op, a in zip(ops, given, strict=True)
-        ]
-        on_device = [other.to(device) for other in others]
+        members = [(op, moved_to(device, a)) for op, a in zip(ops, given, strict=True)]
+        on_device = moved_to(device, others)
         return difference_on_any_grid(
             lambda: difference_of_bits(_run(group, members, on_device, device.index), want, names)
         )
@@ -118,13 +122,9 @@ def _run(
     group: Group, members: Sequence[tuple[str, Sequence[Any]]], others: list, index: int
 ) -> list[torch.Tensor]:
     """All results, and the products."""
-    launchings = [next(k.launching for k in kernels(op) if k.name == CUDA) for op, _ in members]
+    launchings = [_launching(op) for op, _ in members]
     laid_out = [by.in_layout(args) for by, (_, args) in zip(launchings, members, strict=True)]
     plans = [by.plan(*args) for by, args in zip(launchings, laid_out, strict=True)]
     plan = grouped_plan(plans, group.products, group.others)
     operands = [t for args in laid_out for t in tensors_of(args)]
     return BoundCall(plan, index).outputs_of([*operands, *others])
-
-
-def _tuple(result: Any) -> Sequence[torch.Tensor]:
-    return result if isinstance(result, tuple | list) else (result,)

@@ -28,8 +28,7 @@ from q2compile.runtime_kernels.cuda.calls import (
     Output,
     in_places,
 )
-from q2compile.runtime_kernels.cuda.jit import nvrtc
-from q2compile.runtime_kernels.cuda.jit.launch import Launch, architecture
+from q2compile.runtime_kernels.cuda.jit.launch import Launch, begin_compiling
 from q2compile.runtime_kernels.cuda.quantize.align_scales import Alignment, TailOperand
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import batched_launch
 
@@ -81,7 +80,7 @@ def compile_ahead(calls: Iterable[Iterable[Launch]], index: int) -> list[Future]
     """
     alike = Counter(launch for launches in calls for launch in launches)
     batched = [batched_launch(launch) for launch, count in alike.items() if count > 1]
-    return [nvrtc.begin(each.variant, architecture(index)) for each in batched if each is not None]
+    return begin_compiling(filter(None, batched), index)
 
 
 def _moved(step: LaunchStep, i: int, slots: _Slots) -> LaunchStep:

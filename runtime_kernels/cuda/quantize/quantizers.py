@@ -41,7 +41,6 @@ from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
     shared_memory,
 )
 from q2compile.runtime_kernels.cuda.quantize.rule import SCALED_AT_ONCE, ScaleRule
-from q2compile.runtime_kernels.cuda.selfcheck import rejection
 from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED
 from q2compile.runtime_kernels.ops import quantize as quantize_op
@@ -51,7 +50,7 @@ from q2compile.runtime_kernels.ops.table import (
     REQUANTIZE,
     QuantizerCall,
 )
-from q2compile.runtime_kernels.registry import CUDA
+from q2compile.runtime_kernels.small_calls import wants_rows
 
 
 def why_not(call: QuantizerCall) -> str | None:
@@ -81,24 +80,10 @@ def rows_too_far_apart(x: torch.Tensor) -> bool:
     return any(statically_known_true(step >= 1 << 32) for step in steps)
 
 
-def _unsupported(call: QuantizerCall) -> str | None:
+def _why_not(call: QuantizerCall) -> str | None:
     if rows_too_far_apart(call.x):
         return "the kernel counts the bytes from row to row of x in 32 bits"
-    return why_not(call) or rejection(call.spec.name, CUDA, call.positional, is_aligned(call))
-
-
-def is_aligned(call: QuantizerCall) -> bool:
-    """True if rows of its operand begin on 16 bytes. They count as unaligned only if that is known:
-    a size may be a symbol."""
-    x, known = call.x, statically_known_true
-    if call.spec.name == REQUANTIZE:
-        return not (call.by_scales and known(x.shape[1] % 8 != 0))
-    pitch = x.shape[1]  # of the copy that is made
-    if known(x.stride(1) == 1):
-        pitch = x.stride(0)
-    elif known(x.stride(0) == 1) and not _wants_rows(call):
-        pitch = x.stride(1)
-    return not known(pitch * x.element_size() % 16 != 0)
+    return why_not(call)
 
 
 # ---- from a matrix ----
@@ -109,7 +94,7 @@ def _quantize_launches(*args: Any) -> Iterator[Launch]:
     for any pitch."""
     call, known = QuantizerCall.of(QUANTIZE, args), statically_known_true
     x, rowwise_columnwise = call.x, (call.rowwise, call.columnwise)
-    if _wants_rows(call):
+    if wants_rows(call):
         x = x if known(x.stride(1) == 1) else x.contiguous()  # it is copied
     elif known(x.stride(1) != 1) and known(x.stride(0) == 1):
         rowwise_columnwise = rowwise_columnwise[::-1]
@@ -133,17 +118,9 @@ def _quantize_launches(*args: Any) -> Iterator[Launch]:
             )
 
 
-def _wants_rows(call: QuantizerCall) -> bool:
-    """Whether rows of x must be contiguous. If not, a matrix with contiguous columns is read as its
-    transpose, with rowwise and columnwise swapped."""
-    has_squares = call.scheme.is_transposable and call.scheme.has_block_scales
-    is_plain = not (call.grouped or call.masked or call.dbias is not None)
-    return has_squares or not (is_plain and call.rotates_rows)
-
-
 def _layouts(*args: Any) -> dict[int, OperandLayout]:
     call = QuantizerCall.of(QUANTIZE, args)
-    layouts = {0: OperandLayout.ROWS if _wants_rows(call) else OperandLayout.ROWS_OR_COLUMNS}
+    layouts = {0: OperandLayout.ROWS if wants_rows(call) else OperandLayout.ROWS_OR_COLUMNS}
     if call.grouped:
         layouts |= _layouts_of_ends(call)
     return layouts
@@ -156,7 +133,7 @@ def _layouts_of_ends(call: QuantizerCall) -> dict[int, OperandLayout]:
 
 @launching(
     QUANTIZE,
-    unsupported=lambda *args: _unsupported(QuantizerCall.of(QUANTIZE, args)),
+    why_not=lambda *args: _why_not(QuantizerCall.of(QUANTIZE, args)),
     launches=_quantize_launches,
     layouts=_layouts,
 )
@@ -169,7 +146,7 @@ def quantize(*args: Any) -> LaunchPlan:
     if call.dbias is not None:
         dbias = Dbias(inputs + call.outputs.index("dbias"), call.dbias)
     if x.stride(1) != 1:
-        assert not _wants_rows(call)
+        assert not wants_rows(call)
         x, (rowwise, columnwise) = x.t(), (columnwise, rowwise)
     if call.scheme.is_transposable:
         firsts = [operand and operand.first for operand in (rowwise, columnwise)]
@@ -254,7 +231,7 @@ def _requantize_layouts(*args: Any) -> dict[int, OperandLayout]:
 
 @launching(
     REQUANTIZE,
-    unsupported=lambda *args: _unsupported(QuantizerCall.of(REQUANTIZE, args)),
+    why_not=lambda *args: _why_not(QuantizerCall.of(REQUANTIZE, args)),
     launches=_requantize_launches,
     layouts=_requantize_layouts,
 )

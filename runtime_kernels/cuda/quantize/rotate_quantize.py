@@ -73,22 +73,6 @@ def _finalizes(scheme: str, transform: str) -> bool:
     return get_scheme(scheme).global_scale == "pow2" and get_transform(transform).size == 128
 
 
-def rows_when_paired(
-    row_scheme: str, row_transform: str, column_scheme: str, column_transform: str
-) -> bool | None:
-    """Whether the one call that makes a rowwise and a columnwise operand of a matrix (the pass
-    pair_directions) rotates rows; None where these need two calls."""
-    if row_scheme != column_scheme or column_transform == "none":
-        return None
-    if row_transform == column_transform:
-        return True
-    if row_transform != "none" or get_scheme(row_scheme).takes_amax:
-        return None
-    return (
-        False if not_served(column_scheme, column_transform, rotates_rows=False) is None else None
-    )
-
-
 def rotate_launch(
     source: int,
     rotation: Transform,

@@ -21,11 +21,9 @@ from q2compile.runtime_kernels.cuda.quantize.align_scales import (
     align_launch,
     thread_blocks_of,
 )
-from q2compile.runtime_kernels.cuda.selfcheck import rejection
 from q2compile.runtime_kernels.numerics.layout import ceil_div, scales_shape
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.ops.split_scales import checked_split_scales
-from q2compile.runtime_kernels.registry import CUDA
 
 _THREADS = 256
 _PER_THREAD = 16  # loads in flight at once
@@ -38,7 +36,6 @@ def partial_max_launch() -> Launch:
 
 @launching(
     "split_scales",
-    unsupported=lambda *args: rejection("split_scales", CUDA, args),
     launches=lambda raw_scale, scheme: [
         partial_max_launch(),
         align_launch(get_scheme(scheme), interleaved=False),

@@ -16,15 +16,15 @@ from torch._inductor import compile_fx
 
 from q2compile import backend
 from q2compile.compiler.post_grad_passes import PostGradPasses
-from q2compile.runtime_kernels import kernel_states
+from q2compile.runtime_kernels import checks, kernel_states, selfcheck
 from q2compile.runtime_kernels.cpu import build
-from q2compile.runtime_kernels.cuda import checks, selfcheck
 from q2compile.runtime_kernels.cuda.call_site import CallSite
 from q2compile.runtime_kernels.cuda.jit import launch, nvrtc
 from q2compile.runtime_kernels.cuda.quantize import fused, quantizers
 from q2compile.runtime_kernels.kernel_states import KNOWN, DeviceLostError
 from q2compile.runtime_kernels.ops.table import QUANTIZE, QuantizerCall
 from q2compile.runtime_kernels.registry import CPP, KernelWarning
+from q2compile.runtime_kernels.small_calls import form_of
 from tests.support.checked_forms import REQUANTIZED, ROWWISE, arguments_of, form
 from tests.support.faulty_checks import request, runs
 from tests.support.new_process import forget_checks
@@ -192,8 +192,7 @@ def compiled(monkeypatch) -> Iterator[list]:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
     monkeypatch.setattr(nvrtc, "begin", lambda variant, architecture: found.append(variant))
-    for module in (selfcheck, fused, launch):
-        monkeypatch.setattr(module, "architecture", lambda index: "sm_90a")
+    monkeypatch.setattr(launch, "architecture", lambda index: "sm_90a")
     for module in (quantizers, fused):
         monkeypatch.setattr(module, "shared_memory", lambda index: 228 * 1024)
     return found
@@ -229,8 +228,7 @@ def test_threads_compile_what_the_check_of_a_fused_quantizer_launches(operands, 
         rowwise_seed=...,
         columnwise_seed=...,
     )
-    asked = fused._request(0, call, operands, torch.bfloat16)
-    fused.compiling(*asked.arguments)
+    fused.compiling(GPU, form_of(QUANTIZE, call.positional), operands, torch.bfloat16)
     (rotates,) = [variant for variant in compiled if variant.file == "rotate_quantize.cu"]
     assert rotates.headers and dict(rotates.defines)["Q2_OPERANDS"] == operands
 

@@ -8,7 +8,7 @@ from q2compile.cost_model.layer import Layer, traced
 from q2compile.cost_model.prices import recipe_steps
 from q2compile.recipes.recipe import GEMMS
 from q2compile.recipes.resolve import resolve
-from q2compile.runtime_kernels.cuda import checks
+from q2compile.runtime_kernels import checks
 from q2compile.runtime_kernels.kernel_states import disable, enable_all
 from q2compile.tools.bench.cases import CASES, step_of
 

@@ -23,9 +23,7 @@ from q2compile.passes.post_grad.swizzle_scales import swizzle_saved_scales_pass,
 from q2compile.passes.verify import check_spec
 from q2compile.recipes.resolve import resolve
 from q2compile.runtime_kernels.choice import kernels
-from q2compile.runtime_kernels.cuda import masked_unrotate, transpose
-from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4, cuda_bf16, triton_fp4
-from q2compile.runtime_kernels.cuda.quantize import quantizers
+from q2compile.runtime_kernels.cuda import calls as cuda_calls
 from q2compile.torch_internals.aot_autograd import aot_eager_compile, backward_at_once, graph_kind
 from tests.support import quantizer_calls as calls
 from tests.support.graph_builder import EDEN, SOURCE, Builder, q2, run, traced
@@ -45,15 +43,7 @@ def blackwell(monkeypatch) -> None:
 
     serve_by(monkeypatch, serving)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: (10, 0))
-    for module in (
-        cublaslt_fp4,
-        cuda_bf16,
-        triton_fp4,
-        masked_unrotate,
-        quantizers,
-        transpose,
-    ):
-        monkeypatch.setattr(module, "rejection", lambda *check: None)
+    monkeypatch.setattr(cuda_calls, "unsupported", lambda index: None)
 
 
 def test_operands_of_gemms_alone_are_made_swizzled() -> None:

@@ -17,7 +17,7 @@ from q2compile import __version__, explain
 from q2compile.cost_model.devices import DEVICES
 from q2compile.recipes.published import RECIPES
 from q2compile.recipes.resolve import resolve
-from q2compile.runtime_kernels.cuda import check_results
+from q2compile.runtime_kernels import check_results
 from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.runtime_kernels.numerics.schemes import SCHEMES
 from q2compile.runtime_kernels.numerics.transforms import TRANSFORMS

@@ -9,13 +9,9 @@ from concurrent.futures import Future
 import pytest
 import torch
 
-from q2compile.runtime_kernels.cuda import (
-    check_results,
-    checks,
-    known_bad,
-    selfcheck,
-)
-from q2compile.runtime_kernels.cuda.check_child import Unable
+from q2compile.runtime_kernels import check_results, checks, selfcheck
+from q2compile.runtime_kernels.check_child import Unable
+from q2compile.runtime_kernels.cuda import known_bad
 from q2compile.runtime_kernels.kernel_states import Result, disable, rejected
 from q2compile.tools import cli, doctor, kernel_rows
 from tests.support import faulty_checks
@@ -121,7 +117,7 @@ def test_doctor_checks_again_what_is_rejected(monkeypatch, tmp_path, capsys):
             for how in ("right", "wrong", "raises")
         ],
     )
-    with checks.answering(checks.Mode(in_child=False)):
+    with checks.answering(in_child=False):
         for again, ran in ((0, ["right", "wrong"]), (1, ["right", "wrong", "wrong"])):
             assert cli.main(["doctor", "--recheck", "--verbose"]) == 1
             said = capsys.readouterr().out

@@ -7,8 +7,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from q2compile.runtime_kernels.cuda import checks, selfcheck
-from q2compile.runtime_kernels.cuda.jit import nvrtc
+from q2compile.runtime_kernels import checks, selfcheck
+from q2compile.runtime_kernels.choice import choose
+from q2compile.runtime_kernels.cuda.jit import launch, nvrtc
 from q2compile.runtime_kernels.cuda.quantize import grouped_check
 from q2compile.runtime_kernels.cuda.quantize.grouped_check import Group
 from q2compile.runtime_kernels.kernel_states import awaited_in, disable
@@ -27,6 +28,8 @@ from q2compile.tools.kernel_rows import (
 )
 from tests.support.checked_forms import ROWWISE, form
 from tests.support.faulty_checks import request
+from tests.support.new_process import forget_checks
+from tests.support.pretended_gpu import on_gpu
 
 ON_GPU = torch.device("cuda", 0)
 
@@ -96,15 +99,32 @@ def test_a_group_that_fails_is_a_fault_and_a_disabled_one_is_none(gpu, monkeypat
     assert "disabled: by option disable_kernels\n" in capsys.readouterr().out
 
 
+def test_a_rejected_or_disabled_group_is_not_chosen(gpu, monkeypatch) -> None:
+    """Its calls are launched one by one."""
+    gpu((9, 0))
+    calls = tuple(("quantize", *on_gpu(ROWWISE, scheme)) for scheme in ("nvfp4_46", "nvfp4_46"))
+    asked = grouped_check.GROUP, (calls, (), 0)
+    monkeypatch.setattr(grouped_check, "disagreement", lambda device, group: None)
+    assert choose(*asked).name == "grouped_launch"
+    forget_checks()
+    monkeypatch.setattr(grouped_check, "disagreement", lambda device, group: "2 codes differ")
+    with pytest.warns(RuntimeWarning, match="kernel 'grouped_launch' of q2::quantize on cuda:0"):
+        found = choose(*asked)
+    assert found.name == "reference" and "2 codes differ" in found.why_not["grouped_launch"]
+    forget_checks()
+    disable(["grouped_launch"], "option disable_kernels")
+    assert choose(*asked).why_not == {"grouped_launch": "disabled by option disable_kernels"}
+
+
 def test_threads_compile_the_kernels_of_a_group_before_its_check(gpu, monkeypatch) -> None:
     """Those of its calls, once each, and the batched launch, which no call has by itself."""
     gpu((9, 0))
     begun, asked = [], []
     monkeypatch.setattr(nvrtc, "begin", lambda variant, architecture: begun.append(variant))
     monkeypatch.setattr(checks.CHECKER, "submit", lambda request, after: asked.append(len(after)))
-    monkeypatch.setattr(selfcheck, "architecture", lambda index: "sm_90a")
+    monkeypatch.setattr(launch, "architecture", lambda index: "sm_90a")
     row = row_of(grouped_check.request_of(Group((form(ROWWISE, "nvfp4_46_pow2"),) * 2), ON_GPU))
-    with checks.answering(checks.Mode(stored=False)), awaited_in({}):
+    with checks.answering(stored=False), awaited_in({}):
         row.ask()
     files = [(variant.file, dict(variant.defines).get("Q2_BATCH")) for variant in begun]
     assert set(files) == {

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from q2compile.cost_model import rates as table
-from q2compile.runtime_kernels.cuda.jit import disassemble, nvrtc
+from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.tools.bench.bench import Bench
 from q2compile.tools.bench.rates import INSTRUCTIONS, instructions, rate_launch, rates
 from q2compile.tools.bench.report import UNSUPPORTED, text
+from tests.support import disassemble
 
 ARCHITECTURES = ("sm_90a", "sm_100a", "sm_103a", "sm_120a")
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from q2compile.runtime_kernels import registry
-from q2compile.runtime_kernels.cuda import check_results, checks, selfcheck, versions
+from q2compile.runtime_kernels import check_results, checks, registry, selfcheck, versions
 from q2compile.runtime_kernels.cuda.jit.launch import LaunchError
 from q2compile.runtime_kernels.registry import KernelWarning
 from tests.support.checked_forms import COLUMNWISE, form
@@ -102,7 +101,7 @@ def test_a_rejection_is_kept_with_its_date(monkeypatch) -> None:
             found, did = of_a_new_process(monkeypatch, answer="1 of 9 codes differ")
         assert did == ran and found is not None and found.startswith(said)
     assert found.removeprefix(said).startswith(" (20")
-    with checks.answering(checks.Mode(stored=False, in_child=False)):  # as doctor asks
+    with checks.answering(stored=False, in_child=False):  # as doctor asks
         assert of_a_new_process(monkeypatch) == (None, True)
     assert of_a_new_process(monkeypatch) == (None, False)
 

@@ -16,9 +16,8 @@ import warnings
 import pytest
 import torch
 
-from q2compile.runtime_kernels import kernel_states, registry
+from q2compile.runtime_kernels import check_child, check_results, checks, kernel_states, registry
 from q2compile.runtime_kernels.choice import Choice, Kernel
-from q2compile.runtime_kernels.cuda import check_child, check_results, checks
 from q2compile.runtime_kernels.kernel_states import DeviceLostError, Result, state_of
 from q2compile.runtime_kernels.registry import KernelWarning
 from tests.support import forked, forked_child
@@ -175,9 +174,9 @@ def test_a_child_that_ended_between_two_checks_is_replaced(folder, caplog) -> No
 
 DIES_AT_A_CHECK = """
 from pathlib import Path
-from q2compile.runtime_kernels.cuda import checks
+from q2compile.runtime_kernels import checks
 from tests.support.faulty_checks import request
-with checks.answering(checks.Mode(in_child={child})):
+with checks.answering(in_child={child}):
     checks.rejection(request({how!r}, Path({folder!r})))
 """
 
@@ -206,7 +205,7 @@ def test_a_process_that_died_at_a_check_leaves_a_strike(folder, caplog) -> None:
 IN_ANOTHER_NAMESPACE = """
 import ctypes, os, sys, time
 from pathlib import Path
-from q2compile.runtime_kernels.cuda import check_results
+from q2compile.runtime_kernels import check_results
 from tests.support.faulty_checks import request
 folder = Path({folder!r})
 if ctypes.CDLL(None, use_errno=True).unshare(0x20000000):  # CLONE_NEWPID
@@ -318,9 +317,8 @@ def test_an_orphan_keeps_its_result(folder) -> None:
     """Ctrl-C ends training at once. The child finishes its check, stores the result, and exits."""
     asked = request("wrong", folder)
     child = check_child._Child()
-    assert child.next(60)[0] == check_child.READY
     child.ask(asked)
-    child._process.stdin.close()
+    child.asked.close()
     assert child._process.wait(60) == 0
     assert check_results.stored(asked).reason.startswith(ENDS["wrong"])
 

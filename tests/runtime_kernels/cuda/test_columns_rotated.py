@@ -9,7 +9,7 @@ import shutil
 import pytest
 import torch
 
-from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import not_served, rows_when_paired
+from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import not_served
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED, get_scheme
 from tests.support import quantizer_calls as calls
 from tests.support.emulation.on_cpu import assert_agrees, assert_same_bits, launches_on_cpu, matrix
@@ -79,8 +79,6 @@ def test_kernels_rotate_rows_of_these_too(scheme, transform) -> None:
     """MS-EDEN applies the norm behind the codes, and chunks of 128 have an order of raw scales."""
     assert not_served(scheme, transform) is None
     assert not_served(scheme, transform, rotates_rows=False)
-    assert rows_when_paired(scheme, "none", scheme, transform) is None
-    assert rows_when_paired(scheme, transform, scheme, transform) is True
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ import torch
 
 import q2compile.runtime_kernels as runtime_kernels
 from q2compile.lowering.inductor_kernels import selfcheck as loops
-from q2compile.runtime_kernels.cuda import calls, selfcheck
+from q2compile.runtime_kernels import selfcheck
+from q2compile.runtime_kernels.cuda import calls
 from q2compile.runtime_kernels.cuda.jit import launch, limits, nvrtc
 from q2compile.runtime_kernels.cuda.quantize import plan, quantizers
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SCHEMES, SWIZZLED, get_scheme

@@ -18,10 +18,10 @@ from torch._subclasses import FakeTensorMode
 
 from q2compile.recipes.published import RECIPES
 from q2compile.recipes.resolve import resolve
+from q2compile.runtime_kernels import checks
 from q2compile.runtime_kernels.choice import kernels
-from q2compile.runtime_kernels.cuda import dequantize
-from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4, cuda_bf16, triton_fp4
-from q2compile.runtime_kernels.cuda.jit import disassemble, limits, nvrtc
+from q2compile.runtime_kernels.cuda import calls, dequantize
+from q2compile.runtime_kernels.cuda.jit import limits, nvrtc
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
 from q2compile.runtime_kernels.cuda.quantize import quantizers
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
@@ -33,7 +33,7 @@ from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, get_scheme
 from q2compile.runtime_kernels.registry import select, warm_up
 from q2compile.tools import cli
-from tests.support import machine_code, quantizer_calls
+from tests.support import disassemble, machine_code, quantizer_calls
 from tests.support.machine_code import (
     AMPERE,
     BF16,
@@ -380,8 +380,8 @@ def loaded_by(monkeypatch, op: str, args: Sequence[Any]) -> list[Launch]:
     """The launches that warm_up loads for fake arguments, as if their device were present."""
     loaded: list[Launch] = []
     monkeypatch.setattr(Launch, "warm_up", lambda launch, index: loaded.append(launch))
-    for module in (quantizers, dequantize, cublaslt_fp4, cuda_bf16, triton_fp4):
-        monkeypatch.setattr(module, "rejection", lambda *names: None)
+    monkeypatch.setattr(calls, "unsupported", lambda index: None)
+    monkeypatch.setattr(checks, "rejection", lambda request: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: (9, 0))
     warm_up(op, args)
     return loaded

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from q2compile.runtime_kernels.cuda import check_results
+from q2compile.runtime_kernels import check_results
 from q2compile.runtime_kernels.cuda.gemm import cublaslt, cublaslt_fp4, fastest, first_launch
 from q2compile.runtime_kernels.cuda.gemm.cublaslt import GemmKind, Plan
 from tests.support.cublaslt import serve

@@ -10,8 +10,7 @@ import time
 import pytest
 import torch
 
-from q2compile.runtime_kernels import registry
-from q2compile.runtime_kernels.cuda import check_results, selfcheck
+from q2compile.runtime_kernels import check_results, registry, selfcheck
 from q2compile.runtime_kernels.cuda.gemm import first_launch
 from q2compile.runtime_kernels.cuda.gemm.first_launch import Factor, WrongError
 from q2compile.runtime_kernels.cuda.jit import launch

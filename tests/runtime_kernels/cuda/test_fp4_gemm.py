@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import q2compile.runtime_kernels  # noqa: F401  registers the ops
-from q2compile.runtime_kernels.cuda import versions
+from q2compile.runtime_kernels import versions
 from q2compile.runtime_kernels.cuda.gemm import (
     cublaslt,
     cublaslt_fp4,
@@ -405,7 +405,7 @@ def test_order(gpu, monkeypatch, capability, triton, format_, op):
     kernel is used where tl.dot_scaled multiplies codes."""
     gpu(capability)
     monkeypatch.setattr(triton_fp4, "triton_version", lambda: triton)
-    monkeypatch.setattr("q2compile.runtime_kernels.cuda.selfcheck.disagreement", lambda *a: None)
+    monkeypatch.setattr("q2compile.runtime_kernels.selfcheck.disagreement", lambda *a: None)
     args = on_gpu(op, FORMATS[format_])
     blackwell = capability in [(10, 0), (10, 3), (11, 0), (12, 0), (12, 1)]
     first = {(11, 0): (3, 7), (12, 1): (3, 8)}.get(capability, (3, 6))
@@ -450,7 +450,7 @@ def test_one_grouped_gemm_that_fails_is_in_bf16_and_the_others_in_fp4(gpu, monke
     def disagreement(name, device, form):
         return "relative error 1.0e+00" * ((name, form.args[9]) == ("triton_fp4", wrong)) or None
 
-    monkeypatch.setattr("q2compile.runtime_kernels.cuda.selfcheck.disagreement", disagreement)
+    monkeypatch.setattr("q2compile.runtime_kernels.selfcheck.disagreement", disagreement)
     args = on_gpu("grouped_gemm", SCHEME)
     with pytest.warns(KernelWarning, match="'triton_fp4' of q2::grouped_gemm on cuda:0 is rej"):
         names = {g: choose("grouped_gemm", (*args[:9], g, BF16)).name for g in GEMMS}
@@ -488,7 +488,7 @@ def test_one_form_that_fails_costs_that_form_alone(gpu, monkeypatch, wrong):
         checks.append((name, form))
         return "relative error 1.0e+00" * (name == wrong and form.args[9] == FP16) or None
 
-    monkeypatch.setattr("q2compile.runtime_kernels.cuda.selfcheck.disagreement", disagreement)
+    monkeypatch.setattr("q2compile.runtime_kernels.selfcheck.disagreement", disagreement)
     order = [k for k in ("cublaslt_fp4", "triton_fp4", "cuda_bf16", "reference") if k != wrong]
     args = on_gpu("gemm", SCHEME)
     half = (*args[:-1], FP16)

@@ -13,7 +13,9 @@ import torch
 import torch._inductor.config as inductor_config
 from torch import nn
 
-from q2compile.runtime_kernels.cuda import call_site, checks
+from q2compile.runtime_kernels import checks
+from q2compile.runtime_kernels.choice import KERNELS, Choice, choose
+from q2compile.runtime_kernels.cuda import call_site
 from q2compile.runtime_kernels.cuda.call_site import CallSite
 from q2compile.runtime_kernels.cuda.calls import MOST_OPERANDS
 from q2compile.runtime_kernels.cuda.quantize import align_scales, grouped_check
@@ -55,7 +57,13 @@ def groups(monkeypatch, capability) -> Iterator[list[Group]]:
     serve_as_on(monkeypatch, capability)
     monkeypatch.setattr(CallSite, "enqueue", enqueue)
     launches_on_cpu(monkeypatch, "sm_90a" if capability == 90 else "sm_100a")
-    monkeypatch.setattr(call_site, "rejection", lambda group, device: found.append(group))
+
+    def noted(op, args):
+        if op == grouped_check.GROUP:
+            found.append(grouped_check.group_of(*args))
+        return choose(op, args)
+
+    monkeypatch.setattr(call_site, "choose", noted)
     with inductor_config.patch(INDUCTOR_OPTIONS):
         yield found
 
@@ -182,10 +190,14 @@ def test_training_goes_on_without_a_rejected_group(capability, groups, monkeypat
     run = emulation.emulate
     monkeypatch.setenv("Q2COMPILE_CACHE_DIR", str(tmp_path))
 
-    def rejection(group, device):
-        return checks.rejection(faulty("wrong", tmp_path, grouped_check.GROUPED, "quantize"))
+    def chosen(op, args):
+        if op != grouped_check.GROUP:
+            return choose(op, args)
+        asked = faulty("wrong", tmp_path, grouped_check.GROUPED, "quantize")
+        assert checks.rejection(asked) is not None
+        return Choice(KERNELS[op][-1], {})
 
-    monkeypatch.setattr(call_site, "rejection", rejection)
+    monkeypatch.setattr(call_site, "choose", chosen)
 
     def counted(launched, architecture, grid, *values):
         names.append(launched.variant.defines)

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from q2compile.runtime_kernels.cuda import padded_ends
-from q2compile.runtime_kernels.cuda.jit import disassemble, nvrtc
+from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED, get_scheme
+from tests.support import disassemble
 from tests.support import quantizer_calls as calls
 from tests.support.emulation.on_cpu import assert_agrees, assert_same_bits, launches_on_cpu, matrix
 

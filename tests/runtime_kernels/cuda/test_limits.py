@@ -14,14 +14,23 @@ import torch
 
 from q2compile.report.report import RunReport
 from q2compile.report.row import Row
-from q2compile.runtime_kernels import choice, kernel_states, registry
-from q2compile.runtime_kernels.cuda import emulated, selfcheck
+from q2compile.runtime_kernels import checks, choice, kernel_states, registry, selfcheck
+from q2compile.runtime_kernels.cuda import emulated
 from q2compile.runtime_kernels.cuda.gemm import triton_fp4
-from q2compile.runtime_kernels.cuda.jit import disassemble, launch, limits, nvrtc
+from q2compile.runtime_kernels.cuda.jit import launch, limits, nvrtc
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import rotate_launch
-from q2compile.runtime_kernels.kernel_states import KNOWN, disable, rejected
+from q2compile.runtime_kernels.kernel_states import (
+    KNOWN,
+    KernelWarning,
+    Noted,
+    Result,
+    awaited_in,
+    disable,
+    rejected,
+)
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.numerics.transforms import get_transform
+from tests.support import disassemble
 from tests.support.checked_forms import BOTH, checked_of, op_of
 from tests.support.new_process import forget_checks
 from tests.support.pretended_gpu import forget, on_gpu
@@ -217,6 +226,23 @@ def test_a_disabled_kernel_is_a_reason(gpu, monkeypatch) -> None:
     disable(["cublaslt_fp4"], "option disable_kernels")
     (text,) = emulated.of_device(0)
     assert "cublaslt_fp4: disabled by option disable_kernels; triton_fp4: Triton is not" in text
+
+
+def test_what_a_check_found_is_a_reason_and_asking_begins_none(gpu, monkeypatch) -> None:
+    gpu((12, 0))
+    monkeypatch.setattr(triton_fp4, "triton_version", lambda: (3, 8))
+    for name in ("begin", "run_here"):
+        monkeypatch.setattr(checks, name, lambda request: pytest.fail(str(request)))
+    assert emulated.of_device(0) == []
+    asked = Noted()
+    with awaited_in(asked):
+        registry.choose("gemm", on_gpu("gemm", "mxfp4_rtn"))
+    for check in asked:
+        KNOWN.checks[check] = Result(rejected("it failed its self-check"))
+    with pytest.warns(KernelWarning, match="'triton_fp4' of q2::gemm on cuda:0 is rejected"):
+        (text,) = emulated.of_device(0)
+    assert text.startswith("MXFP4 and grouped GEMMs on a GPU that is not there (12.0) are emulated")
+    assert text.endswith("in BF16: rejected: it failed its self-check")
 
 
 def test_reports_of_a_gpu_say_it(gpu, monkeypatch) -> None:

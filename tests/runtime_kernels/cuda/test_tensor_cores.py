@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 import q2compile.runtime_kernels as runtime_kernels
-from q2compile.runtime_kernels.cuda.jit import disassemble, nvrtc
+from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import SOURCES, rotate_launch
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, get_scheme
 from q2compile.runtime_kernels.numerics.transforms import get_transform, signs_of
 from q2compile.runtime_kernels.ops.table import QuantizerCall
 from q2compile.runtime_kernels.registry import CUDA, REFERENCE, select
+from tests.support import disassemble
 from tests.support import quantizer_calls as calls
 from tests.support.emulation.on_cpu import assert_same_bits, launches_on_cpu
 from tests.support.nonfinite import assert_same

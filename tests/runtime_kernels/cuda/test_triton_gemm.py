@@ -25,8 +25,9 @@ from q2compile.runtime_kernels.cuda.gemm import triton_kernel as gemm  # noqa: E
 from q2compile.runtime_kernels.cuda.gemm.triton_fp4 import (  # noqa: E402
     triton_version,
 )
-from q2compile.runtime_kernels.cuda.jit import disassemble, limits  # noqa: E402
+from q2compile.runtime_kernels.cuda.jit import limits  # noqa: E402
 from q2compile.runtime_kernels.numerics.transforms import get_transform  # noqa: E402
+from tests.support import disassemble  # noqa: E402
 
 POINTERS = {
     "a": "*u8",

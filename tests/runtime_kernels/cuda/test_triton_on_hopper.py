@@ -10,9 +10,9 @@ import torch
 
 import q2compile.runtime_kernels as runtime_kernels
 from q2compile.runtime_kernels.cuda.gemm import grouped_triton_fp4, triton_fp4
-from q2compile.runtime_kernels.cuda.selfcheck import GEMM_ERROR
 from q2compile.runtime_kernels.numerics.layout import pack_bits
 from q2compile.runtime_kernels.registry import REFERENCE, select
+from q2compile.runtime_kernels.selfcheck import GEMM_ERROR
 from tests.support.new_process import forget_checks
 
 assert runtime_kernels  # importing it registers the ops

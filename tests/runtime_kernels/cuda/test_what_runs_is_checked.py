@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from q2compile.runtime_kernels import registry
+from q2compile.runtime_kernels import checks, registry, selfcheck
 from q2compile.runtime_kernels.cache_folder import cache_dir
-from q2compile.runtime_kernels.cuda import calls, checks, selfcheck
+from q2compile.runtime_kernels.cuda import calls
 from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4, first_launch, swizzle
 from q2compile.runtime_kernels.cuda.gemm.first_launch import Factor, WrongError
 from q2compile.runtime_kernels.cuda.jit import launch
@@ -238,7 +238,7 @@ def test_a_gemm_s_check_runs_in_memory_full_of_nan(candidate, monkeypatch) -> No
     memory: list[torch.Tensor] = []
     reference = registry.kernels("gemm")[-1].function
 
-    def empty(size, stride, dtype):
+    def empty(size, dtype, device):
         memory.append(torch.zeros(size, dtype=dtype))
         return memory[-1]
 

@@ -25,28 +25,17 @@ from q2compile import lowering
 from q2compile.lowering.inductor_kernels import fp32, rows
 from q2compile.runtime_kernels import choice, registry
 from q2compile.runtime_kernels.cuda import (
-    dequantize,
-    masked_unrotate,
-    padded_ends,
-    signs,
-    to_e4m3,
-    transpose,
+    calls,
 )
 from q2compile.runtime_kernels.cuda.call_site import CallSite
 from q2compile.runtime_kernels.cuda.gemm import (
     cublaslt_fp4,
-    cuda_bf16,
-    grouped_bf16,
-    grouped_mm,
-    grouped_triton_fp4,
     scaled_grouped_mm,
-    triton_fp4,
 )
-from q2compile.runtime_kernels.cuda.jit import disassemble
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
-from q2compile.runtime_kernels.cuda.quantize import quantizers, split_scales
 from q2compile.runtime_kernels.kernel_states import KNOWN
 from q2compile.torch_internals.patches import patched
+from tests.support import disassemble
 
 _DECORATOR = re.compile(r"@triton_heuristics\.\w+\(.*?\n\s*\)\n(?=\s*@triton.jit)", re.S)
 
@@ -174,7 +163,8 @@ def serve_as_on(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
 
     def why_not(kernel: choice.Kernel, *args: Any, graph: Any = None) -> str | None:
         if kernel.device_type in (None, "cuda"):
-            return ask(replace(kernel, device_type=None), *args, graph=graph)
+            unchecked = replace(kernel, device_type=None, check=choice.nothing)
+            return ask(unchecked, *args, graph=graph)
         return "not of CUDA"
 
     def run_on_cpu(chosen: choice.Choice, args: tuple, failed: tuple = ()) -> Any:
@@ -188,13 +178,7 @@ def serve_as_on(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
     monkeypatch.setattr(Launch, "warm_up", lambda launch, index: None)
     monkeypatch.setattr(CallSite, "enqueue", lambda site, given: None)
     monkeypatch.setattr(cublaslt_fp4, "ready", lambda product: None)
-    gemms = (cublaslt_fp4, cuda_bf16, triton_fp4, grouped_bf16, grouped_mm, grouped_triton_fp4)
-    for module in (
-        *(quantizers, split_scales, dequantize, transpose, masked_unrotate, padded_ends, signs),
-        to_e4m3,
-        *gemms,
-    ):
-        monkeypatch.setattr(module, "rejection", lambda *names: None)
+    monkeypatch.setattr(calls, "unsupported", lambda index: None)
     monkeypatch.setattr(scaled_grouped_mm, "unsupported", lambda index: None)
     found = divmod(capability, 10)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: found)

@@ -32,12 +32,12 @@ from typing import Any, NamedTuple
 import torch
 
 from q2compile.runtime_kernels.cache_folder import cache_dir
-from q2compile.runtime_kernels.cuda.versions import versions
 from q2compile.runtime_kernels.kernel_states import KNOWN, Result, rejected
+from q2compile.runtime_kernels.versions import versions
 
 LOG = logging.getLogger("q2compile")
 Check = tuple  # an op, the kernel's name, the device, and with what
-_KERNELS = Path(__file__).parents[1]  # runtime_kernels
+_KERNELS = Path(__file__).parent
 _SUFFIXES = (".py", ".cu", ".cuh")
 # After this many seconds a check has ended, or its process was killed for exceeding the time limit.
 _LONGEST = 300.0
@@ -50,9 +50,9 @@ _PROCESSES = Path("/proc")
 class Request(NamedTuple):
     """A self-check.
 
-    module: has two functions, which are called with `arguments`. `disagreement` returns None, or
-        how the kernel's results differ from the reference's. `compiling` returns the threads that
-        compile what that launches.
+    module: has functions that are called with `arguments`. `disagreement` returns None, or how the
+        kernel's results differ from the reference's. `compiling`, if there is one, returns threads
+        that compile what that launches.
     sources: folders of the kernel's sources, besides runtime_kernels.
     here: it takes milliseconds and does no harm, so it runs at once in the process that asks, each
         time that a process does.
@@ -82,22 +82,19 @@ def found(request: Request, unended: str) -> Result | None:
 
 def stored(request: Request) -> Result | None:
     """The result of an earlier process, unless it has expired."""
-    known = _read(request)
-    try:
-        reason, seconds = known["reason"], float(known["seconds"])
-    except (KeyError, TypeError, ValueError):
+    known = _read(_path(request))
+    reason, differs = known.get("reason", ...), known.get("differs")
+    if not isinstance(reason, str | None) or not isinstance(differs, bool):
         return None
-    differs = bool(known.get("differs"))
     if reason and not differs and _age(known) > _DAY:
         return None
-    return Result(reason and rejected(f"{reason} ({known.get('date')})"), seconds, differs)
+    return Result(reason and rejected(f"{reason} ({known.get('date')})"), differs)
 
 
 def store(request: Request, result: Result) -> None:
     """Stores a result. If the folder can't be written, each process runs the check."""
     reason = result.reason and result.reason.removeprefix(rejected(""))
-    parts = {"reason": reason, "seconds": round(result.seconds, 3), "differs": result.differs}
-    _write_stored(request, **parts)
+    _write_stored(request, reason=reason, differs=result.differs)
 
 
 def strike(request: Request, why: str, began: float, again: bool = False) -> Result | None:
@@ -107,7 +104,7 @@ def strike(request: Request, why: str, began: float, again: bool = False) -> Res
 
     began: the time at which the check began.  again: whether this process gave a strike before.
     """
-    earlier = _read(request)
+    earlier = _read(_path(request))
     is_second = "strike" in earlier and _age(earlier) <= _DAY
     if is_second and not again and began <= earlier["time"]:
         return None
@@ -123,6 +120,12 @@ def strike(request: Request, why: str, began: float, again: bool = False) -> Res
     return None
 
 
+def log_begun(request: Request, result: Result | None) -> None:
+    """A line in the log before a check runs."""
+    if result is None:
+        LOG.debug("q2compile: checks %s", request.label)
+
+
 def remember(request: Request, choice: Sequence[int]) -> None:
     """Stores numbers that were chosen by measuring, in place of a result."""
     _write_stored(request, choice=list(choice))
@@ -130,14 +133,14 @@ def remember(request: Request, choice: Sequence[int]) -> None:
 
 def remembered(request: Request) -> list[int] | None:
     """The numbers that `remember` stored; None if there are none."""
-    choice = _read(request).get("choice")
+    choice = _read(_path(request)).get("choice")
     is_whole = isinstance(choice, list) and all(isinstance(each, int) for each in choice)
     return choice if is_whole else None
 
 
 def is_struck(request: Request) -> bool:
     """Whether the check has a strike, and no result."""
-    return "strike" in _read(request)
+    return "strike" in _read(_path(request))
 
 
 def rejections() -> tuple[str, ...]:
@@ -152,7 +155,7 @@ def rejections() -> tuple[str, ...]:
 def _rejections(folder: Path, changed: int, known: int) -> tuple[str, ...]:
     """changed, known: differ whenever a result was stored."""
     paths = sorted(folder.glob("*.checked"))
-    return tuple(path.stem for path in paths if _read_file(path).get("reason"))
+    return tuple(path.stem for path in paths if _read(path).get("reason"))
 
 
 def forget_rejections() -> list[str]:
@@ -160,7 +163,7 @@ def forget_rejections() -> list[str]:
     Returns what each was of, in words."""
     words = []
     for path in sorted(cache_dir().glob("*.checked")):
-        known = _read_file(path)
+        known = _read(path)
         if known.get("reason") or "strike" in known:
             words.append(f"{known.get('what')}: {known.get('reason') or known.get('strike')}")
             path.unlink(missing_ok=True)
@@ -187,7 +190,7 @@ def take_unended(request: Request) -> float | None:
     path, began = _path(request), []
     with suppress(OSError):
         for marker in path.parent.glob(f"{path.stem}.*.checking"):
-            known = _read_file(marker)
+            known = _read(marker)
             if not _is_alive(marker, known):
                 with suppress(FileNotFoundError):
                     marker.unlink()
@@ -201,11 +204,6 @@ def named(device: torch.device) -> tuple[str, int, int]:
         return device.type, 0, 0
     properties = torch.cuda.get_device_properties(device)
     return properties.name, properties.major, properties.minor
-
-
-def forget_sources() -> None:
-    """Forget the sources of the kernels, which are then read again, as in a new process."""
-    _hash.cache_clear()
 
 
 def _is_alive(marker: Path, known: dict[str, Any]) -> bool:
@@ -248,7 +246,7 @@ def _started(pid: int) -> str:
 def _path(request: Request) -> Path:
     op, name, device, *what = request.check
     key = hashlib.sha256()
-    sources = _hash(tuple(map(Path, request.sources)))
+    sources = hash_of(tuple(map(Path, request.sources)))
     for part in (op, name, *what, *named(device), *versions(), sources):
         key.update(f"{part!r}\0".encode())
     return cache_dir() / f"{op}-{key.hexdigest()[:24]}.checked"
@@ -259,11 +257,7 @@ def _marker(request: Request, pid: int) -> Path:
     return _path(request).with_suffix(f".{pid}-{where}.checking")
 
 
-def _read(request: Request) -> dict[str, Any]:
-    return _read_file(_path(request))
-
-
-def _read_file(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, Any]:
     """The content of a file; nothing if it is damaged."""
     try:
         known = json.loads(path.read_text(encoding="utf-8"))
@@ -284,6 +278,7 @@ def _write_stored(request: Request, **parts: Any) -> None:
 
 
 def write(path: Path, **parts: Any) -> None:
+    """Writes all or nothing: another process may read the file meanwhile."""
     unfinished = path.with_suffix(f".{os.getpid()}.unfinished")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -295,7 +290,8 @@ def write(path: Path, **parts: Any) -> None:
 
 
 @functools.cache
-def _hash(sources: Sequence[Path]) -> str:
+def hash_of(sources: Sequence[Path]) -> str:
+    """A hash of the kernels' sources, and of those in other folders."""
     digest = hashlib.sha256()
     for folder in (_KERNELS, *sources):
         for path in sorted(p for p in folder.rglob("*") if p.suffix in _SUFFIXES):

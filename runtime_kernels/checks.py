@@ -19,34 +19,48 @@ the next process finds the result and does not run it.
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import logging
+import os
 import threading
-import time
+import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
-from typing import NamedTuple, Protocol
+from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 
-from q2compile.runtime_kernels.cuda import check_results
-from q2compile.runtime_kernels.cuda.check_child import Checker, Unable
-from q2compile.runtime_kernels.cuda.check_results import Check, Request
+from q2compile.runtime_kernels import check_results
+from q2compile.runtime_kernels.check_child import (
+    BEGUN,
+    CHECKER,
+    ENDED,
+    LOST,
+    MOST_SLOWDOWN,
+    SECONDS,
+    UNABLE,
+    Unable,
+)
+from q2compile.runtime_kernels.check_results import Check, Request
 from q2compile.runtime_kernels.kernel_states import (
     AWAITED,
     KNOWN,
     DeviceLostError,
     LaunchError,
+    Noted,
     NotServedError,
     Result,
     awaited_in,
+    failure_text,
+    kernels_own,
     lost_text,
     rejected,
+    warn_of_failure,
     why_disabled,
 )
-from q2compile.runtime_kernels.registry import failure_text, kernels_own, warn_of_failure
-from q2compile.runtime_kernels.small_calls import Form
 
 LOG = logging.getLogger("q2compile")
 # Errors that may not occur in the next process, which checks anew.
@@ -54,58 +68,37 @@ _PASSING = (OSError, ImportError)
 UNENDED = "its self-check did not end in an earlier process"
 
 
-class Mode(NamedTuple):
+class _State:
     """How this process answers.
 
     stored: by results of earlier processes, if there are any.
-    runs: by running checks.
     in_child: checks run in the child process.
+    told: called with each check in this process that begins, and with its result when it has ended;
+        nested ones too.
     """
 
-    stored: bool = True
-    runs: bool = True
-    in_child: bool = True
-
-
-class Listener(Protocol):
-    """Notified of the begin and the result of each check in this process, nested ones too."""
-
-    def begun(self, request: Request) -> None: ...
-
-    def ended(self, request: Request, result: Result) -> None: ...
-
-
-class _Logs:
-    def begun(self, request: Request) -> None:
-        LOG.debug("q2compile: checks %s", request.label)
-
-    def ended(self, request: Request, result: Result) -> None:
-        pass
-
-
-class _State:
-    mode = Mode()
-    listener: Listener = _Logs()
+    stored = True
+    in_child = True
+    told: Callable[[Request, Result | None], None] = check_results.log_begun
 
 
 _LOCK, _QUICK = threading.Lock(), threading.Lock()
 # The checks that the current code runs in, outermost first: a check must not wait for itself, and
 # the outermost one holds the lock. Threads that a check starts inherit them by their context.
 _INSIDE: ContextVar[tuple[Check, ...]] = ContextVar("q2compile_checks", default=())
-CHECKER = Checker()
 
 
 @contextmanager
-def answering(mode: Mode) -> Iterator[None]:
-    """Sets another mode, and forgets the results of this process meanwhile."""
-    before, known = _State.mode, dict(KNOWN.checks)
-    _State.mode = mode
+def answering(stored: bool = True, in_child: bool = True) -> Iterator[None]:
+    """Answers otherwise meanwhile (_State), and not by the results of this process."""
+    before, known = (_State.stored, _State.in_child), dict(KNOWN.checks)
+    _State.stored, _State.in_child = stored, in_child
     KNOWN.checks.clear()
     CHECKER.forget()
     try:
         yield
     finally:
-        _State.mode = before
+        _State.stored, _State.in_child = before
         KNOWN.checks.clear()
         KNOWN.checks.update(known)
 
@@ -114,7 +107,7 @@ def forget() -> None:
     """Forget all about kernels except what is on disk, as in a new process."""
     KNOWN.forget()
     CHECKER.forget()
-    check_results.forget_sources()
+    check_results.hash_of.cache_clear()
 
 
 def rejection(request: Request) -> str | None:
@@ -135,16 +128,19 @@ def rejection(request: Request) -> str | None:
     inside = _INSIDE.get()
     if check in inside:
         return None
-    at_once = inside or (request.here and _State.mode.runs)
-    if begun is not None and not at_once and not is_known(request):
-        begun[check] = request
-        begin(request)
-        return None
-    with nullcontext() if inside else _QUICK if request.here else _LOCK:
-        found = KNOWN.checks.get(check) or _known(request)
-        if found is None and not _State.mode.runs:
+    if begun is not None and not inside and not is_known(request):
+        is_noted = isinstance(begun, Noted)
+        if is_noted or not request.here:
+            begun[check] = request
+            if not is_noted:
+                begin(request)
             return None
-        found = KNOWN.checks[check] = found or _checked(request)
+    with nullcontext() if inside else _QUICK if request.here else _LOCK:
+        found = KNOWN.checks.get(check) or _of_earlier_process(request)
+        try:
+            found = KNOWN.checks[check] = found or _checked(request)
+        except NotServedError as error:  # the call is wrong, and the reference says so
+            return str(error)
     return _reason(request, found)
 
 
@@ -175,17 +171,12 @@ def _keep_rejected(begun: dict[Check, Request]) -> None:
         raise
 
 
-def result_of(request: Request) -> Result | None:
-    """The result, if this process has it."""
-    return KNOWN.checks.get(request.check)
-
-
 def begin(request: Request) -> None:
     """Starts a check in the child process, unless its result is known. Threads of this process
     compile its kernels, and the child waits for them."""
-    if not is_known(request) and _State.mode.in_child and _State.mode.runs:
-        compiling = importlib.import_module(request.module).compiling
-        CHECKER.submit(request, compiling(*request.arguments))
+    if not is_known(request) and _State.in_child:
+        compiling = getattr(importlib.import_module(request.module), "compiling", None)
+        CHECKER.submit(request, compiling(*request.arguments) if compiling else ())
 
 
 def is_known(request: Request) -> bool:
@@ -193,20 +184,13 @@ def is_known(request: Request) -> bool:
     check = request.check
     if check in KNOWN.checks or why_disabled(*check[:2]) is not None:
         return True
-    return _State.mode.stored and check_results.stored(request) is not None
+    return _State.stored and check_results.stored(request) is not None
 
 
-def listen(listener: Listener) -> None:
-    """Listen in the child process: checks run in this process, which notifies its parent."""
-    _State.listener = listener
-    _State.mode = Mode(in_child=False)
-
-
-def _known(request: Request) -> Result | None:
-    """The result of an earlier process."""
+def _of_earlier_process(request: Request) -> Result | None:
     if request.here:
         return None
-    if _State.mode.stored:
+    if _State.stored:
         return check_results.found(request, UNENDED)
     check_results.take_unended(request)
     return None
@@ -220,7 +204,7 @@ def _checked(request: Request) -> Result:
             "which cannot be done inside a CUDA graph capture: run the model once before "
             "capturing it."
         )
-    if _State.mode.in_child and not request.here:
+    if _State.in_child and not request.here:
         found = CHECKER.submit(request).result()
         if not isinstance(found, Unable):
             return found
@@ -237,14 +221,15 @@ def run_here(request: Request) -> Result:
         Exception: what is not the kernel's fault.
     """
     op, name, device, *_ = request.check
-    differs: Callable[..., str | None] = importlib.import_module(request.module).disagreement
-    start, lasts, numbers = time.perf_counter(), not request.here, None
+    disagreement: Callable[..., str | None] = importlib.import_module(request.module).disagreement
+    differs, lost, lasts = False, None, True
     token = _INSIDE.set((*_INSIDE.get(), request.check))
     if not request.here:
         check_results.mark(request)
-        _State.listener.begun(request)
+        _State.told(request, None)
     try:
-        numbers = reason = differs(*request.arguments)
+        reason = disagreement(*request.arguments)
+        differs = reason is not None
         failed = "its self-check failed" if request.here else "it failed its self-check on this GPU"
         reason = reason and rejected(f"{failed}: {reason}")
         lost = device_error(device)
@@ -257,17 +242,17 @@ def run_here(request: Request) -> Result:
         if lost is None and not kernels_own(error, op, name, device):
             raise
         reason = failure_text(error)
-        lasts = lasts and (lost is not None or not isinstance(error, _PASSING))
+        lasts = lost is not None or not isinstance(error, _PASSING)
     finally:
         _INSIDE.reset(token)
         check_results.unmark(request)
     if lost is not None:
         reason = failure_text(lost)
-    result = Result(reason, time.perf_counter() - start, bool(numbers))
-    if lasts:
-        check_results.store(request, result)
+    result = Result(reason, differs)
     if not request.here:
-        _State.listener.ended(request, result)
+        if lasts:
+            check_results.store(request, result)
+        _State.told(request, result)
     if lost is not None:
         raise DeviceLostError(lost_text(op, name, device, lost)) from lost
     return result
@@ -288,7 +273,44 @@ def device_error(device: torch.device) -> Exception | None:
 def _reason(request: Request, result: Result) -> str | None:
     """The reason of a result, of which the user is warned."""
     if result.reason is not None:
-        op, name, device, *what = request.check
-        labels = (part.label for part in what if isinstance(part, Form))
-        warn_of_failure(next(labels, op), name, device, result.reason)
+        op, name, device, what, *_ = request.check
+        warn_of_failure(getattr(what, "label", op), name, device, result.reason)
     return result.reason
+
+
+def serve() -> None:
+    """In the child process: runs the checks that the parent asks for."""
+    asked, answers = Connection(0, writable=False), Connection(os.dup(1), readable=False)
+    os.dup2(2, 1)
+
+    def tell(what: str, more: Any = None) -> None:
+        with suppress(OSError):  # its parent is gone
+            answers.send((what, more))
+
+    def told(request: Request, result: Result | None) -> None:
+        if result is None:
+            left_alone = 2 * MOST_SLOWDOWN * SECONDS
+            faulthandler.dump_traceback_later(left_alone, exit=True)
+            tell(BEGUN, request)
+        else:
+            faulthandler.cancel_dump_traceback_later()
+            tell(ENDED, (request, result))
+
+    _State.in_child, _State.told = False, told
+    while True:
+        try:
+            request, of_parent = asked.recv()
+        except EOFError:
+            return
+        try:
+            own = check_results.named(request.check[2])
+            if own == of_parent:
+                run_here(request)
+            else:
+                tell(UNABLE, f"it sees another device, {own}")
+        except DeviceLostError:
+            tell(LOST)
+            os._exit(0)
+        except Exception as error:  # no fault of the kernel's
+            traceback.print_exc()
+            tell(UNABLE, f"{type(error).__name__}: {error}"[:500])

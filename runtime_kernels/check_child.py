@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parent's side of the child process that runs self-checks (check_process.py).
+"""The child process that runs self-checks (`checks.serve`), from its parent's side.
 
-A thread sends it one check after the other, and reads two messages for each: that it began, and its
-result. If the child ends or sends nothing for too long, the check that began last has a strike, and
-a new child goes on with the same check: the second strike rejects its kernel. The child ends with
-its parent, or when it has been idle.
+A thread of the parent sends one check after the other. The child sends a message when a check
+begins, and one with the result when it ends; its other output goes to stderr. If it ends, or sends
+nothing for too long, the check that began last has a strike, and a new child goes on with the same
+check: the second strike rejects its kernel. The child ends with its parent, when it has been idle,
+or when the device has failed.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import pickle
 import queue
 import signal
 import subprocess
@@ -22,11 +22,12 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+from q2compile.runtime_kernels import check_results
 from q2compile.runtime_kernels.cache_folder import cache_dir
-from q2compile.runtime_kernels.cuda import check_results
-from q2compile.runtime_kernels.cuda.check_results import Check, Request
+from q2compile.runtime_kernels.check_results import Check, Request
 from q2compile.runtime_kernels.kernel_states import KNOWN, Result
 
 LOG = logging.getLogger("q2compile")
@@ -38,11 +39,11 @@ _IDLE = 20.0  # seconds, after which a child is ended: it holds memory of the de
 _STDERR = 600  # characters of its end
 _PROGRAM = (
     "import sys; sys.path[:] = {path!r}\n"
-    "from q2compile.runtime_kernels.cuda.check_process import main\n"
-    "main()"
+    "from q2compile.runtime_kernels.checks import serve\n"
+    "serve()"
 )
-# The child's answers, and their arguments.
-READY, BEGUN, ENDED, LOST, UNABLE = "ready", "begun", "ended", "lost", "unable"
+# The child's messages, and what comes with them.
+BEGUN, ENDED, LOST, UNABLE = "begun", "ended", "lost", "unable"
 
 
 class Unable(NamedTuple):
@@ -51,12 +52,8 @@ class Unable(NamedTuple):
     why: str
 
 
-class _Silent(Exception):
-    """The child has sent no message for too long: argument, in seconds."""
-
-
-class _Gone(Exception):
-    """The child has ended."""
+class _NoAnswer(Exception):
+    """The child has ended; or it sent nothing for so many seconds, which are the argument."""
 
 
 def _slowdown() -> float:
@@ -70,7 +67,7 @@ def _slowdown() -> float:
 
 
 class _Child:
-    """One process."""
+    """One process, and the ends of its pipes."""
 
     def __init__(self) -> None:
         environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
@@ -86,71 +83,53 @@ class _Child:
             start_new_session=True,  # Ctrl-C is its parent's
         )
         self.pid = self._process.pid
-        self._messages: queue.Queue[Any] = queue.Queue()
-        threading.Thread(target=self._read, name="q2-check-child", daemon=True).start()
-
-    def _read(self) -> None:
-        with suppress(Exception):  # whatever is wrong with its messages, it is of no use any more
-            while True:
-                self._messages.put(pickle.load(self._process.stdout))  # type: ignore[arg-type]
-        self._messages.put(None)
+        pipes: Any = self._process.stdin, self._process.stdout
+        self.asked = Connection(os.dup(pipes[0].fileno()), readable=False)
+        self._answers = Connection(os.dup(pipes[1].fileno()), writable=False)
+        for pipe in pipes:
+            pipe.close()
 
     def ask(self, request: Request) -> None:
         try:
-            pickle.dump((request, check_results.named(request.check[2])), self._process.stdin)  # type: ignore[arg-type]
-            self._process.stdin.flush()  # type: ignore[union-attr]
+            self.asked.send((request, check_results.named(request.check[2])))
         except OSError:
-            raise _Gone from None
+            raise _NoAnswer from None
 
     def next(self, seconds: float) -> tuple[str, Any]:
         """The child's next message. seconds: how long to wait on a machine that is not busy."""
         asked = time.monotonic()
-        while True:
-            waited = time.monotonic() - asked
-            left = seconds * _slowdown() - waited
-            try:
-                message = self._messages.get(timeout=max(left, 0.0))
-                break
-            except queue.Empty:
+        try:
+            while not self._answers.poll(
+                max(0.0, left := seconds * _slowdown() - (waited := time.monotonic() - asked))
+            ):
                 if left <= 0.0:
-                    raise _Silent(waited) from None
-        if message is None:
-            raise _Gone
-        return message
+                    raise _NoAnswer(waited)
+            message: tuple[str, Any] = self._answers.recv()
+            return message
+        except (EOFError, OSError):
+            raise _NoAnswer from None
 
     def end(self) -> str:
-        """Ends it, if it has not ended. Returns how it ended, in words."""
-        with suppress(OSError):
-            self._process.stdin.close()  # type: ignore[union-attr]
+        """Ends it and its own children, if it has not ended. Returns how it ended, in words."""
+        self.asked.close()
         try:
             status = self._process.wait(timeout=1)
-            how = f"ended with status {status}" if status >= 0 else _signal(-status)
+            how = f"ended with status {status}"
+            if status < 0:
+                names = {each.value: each.name for each in signal.Signals}
+                how = f"was ended by {names.get(-status, f'signal {-status}')}"
         except subprocess.TimeoutExpired:
             how = "was stopped"
-            self._kill()
-        with suppress(OSError, ValueError):
+            with suppress(OSError):
+                os.killpg(self.pid, signal.SIGKILL)
+            with suppress(subprocess.TimeoutExpired):  # a driver may hold on to it
+                self._process.wait(timeout=10)
+        self._answers.close()
+        with suppress(OSError, ValueError), self._stderr:
             self._stderr.seek(0)
             message = self._stderr.read().decode(errors="replace").strip()
-            self._stderr.close()
             how += f": {' '.join(message[-_STDERR:].split())}" if message else ""
         return how
-
-    def _kill(self) -> None:
-        """Kills it and its own children."""
-        with suppress(OSError):
-            if hasattr(os, "killpg"):
-                os.killpg(self.pid, signal.SIGKILL)
-            else:
-                self._process.kill()
-        with suppress(subprocess.TimeoutExpired):  # a driver may hold on to it
-            self._process.wait(timeout=10)
-
-
-def _signal(number: int) -> str:
-    try:
-        return f"was ended by {signal.Signals(number).name}"
-    except ValueError:
-        return f"was ended by signal {number}"
 
 
 class Checker:
@@ -172,10 +151,9 @@ class Checker:
             if future is None or (future.done() and isinstance(future.result(), Unable)):
                 future = self._futures[request.check] = Future()
                 self._asked.put((request, after, future))
-                if self._thread is None:
-                    self._thread = threading.Thread(
-                        target=self._serve, name="q2-checks", daemon=True
-                    )
+                if self._thread is None:  # one that does not keep the process from ending
+                    serving: Any = {"target": self._serve, "name": "q2-checks", "daemon": True}
+                    self._thread = threading.Thread(**serving)
                     self._thread.start()
         return future
 
@@ -184,6 +162,11 @@ class Checker:
         with self._lock:
             self._futures, self._unable = {}, None
             self._limit = SECONDS
+
+    def end_child(self) -> str:
+        """Ends the child, if there is one, and says how it ended."""
+        child, self._child = self._child, None
+        return "" if child is None else child.end()
 
     def _serve(self) -> None:
         while True:
@@ -200,18 +183,12 @@ class Checker:
                 each.exception()  # the child meets it, too
             try:
                 future.set_result(self._result(request))
-            except BaseException as error:  # somebody waits for it
-                self.end_child()
+            except Exception as error:  # whatever it is, nobody may wait for ever
                 future.set_result(Unable(f"{type(error).__name__}: {error}"))
 
-    def end_child(self) -> str:
-        """Ends the child, if there is one, and says how it ended."""
-        child, self._child = self._child, None
-        return "" if child is None else child.end()
-
     def _result(self, request: Request) -> Result | Unable:
-        found, struck = KNOWN.checks, set[Check]()
-        while (result := found.get(request.check)) is None:
+        struck = set[Check]()
+        while (result := KNOWN.checks.get(request.check)) is None:
             if self._unable is not None:
                 return self._unable
             began: list[tuple[Request, float]] = []  # and not ended: those inside of others last
@@ -220,9 +197,9 @@ class Checker:
                 if (unable := self._asked_once(request, began)) is not None:
                     return unable
                 continue
-            except (_Silent, _Gone) as ended:
+            except _NoAnswer as silence:
                 pid = self._child.pid if self._child else None
-                how, waited = self.end_child(), ended.args[0] if ended.args else None
+                how, waited = self.end_child(), silence.args[0] if silence.args else None
             if not began:
                 if fresh or waited is not None:  # it fails at something else than a kernel
                     self._unable = Unable(f"the process of self-checks {how}")
@@ -236,7 +213,7 @@ class Checker:
             rejection = check_results.strike(last, why, at, last.check in struck)
             struck.add(last.check)
             if rejection is not None:
-                found[last.check] = rejection
+                KNOWN.checks[last.check] = rejection
                 self._limit = self._limit if waited is None else _LATER * SECONDS
         return result
 
@@ -252,7 +229,7 @@ class Checker:
         while True:
             what, message = child.next(self._limit if began else _STARTING)
             if what == BEGUN:
-                LOG.debug("q2compile: checks %s", message.label)
+                check_results.log_begun(message, None)
                 began.append((message, time.time()))
             elif what == ENDED:
                 began.pop()
@@ -272,9 +249,9 @@ class Checker:
         )
         try:
             self._child = _Child()
-            self._child.next(_STARTING)
-        except (_Silent, _Gone):
-            self._unable = Unable(f"the process of self-checks {self.end_child()}")
         except OSError as error:
             self._unable = Unable(f"no process of self-checks can be started: {error}")
-        return self._child if self._unable is None else None
+        return self._child
+
+
+CHECKER = Checker()

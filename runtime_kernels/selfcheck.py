@@ -10,90 +10,58 @@ A check changes no state of the caller: modes, default device and dtype, autocas
 None can run inside a CUDA graph capture.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import empty
 from torch.utils._python_dispatch import _disable_current_modes
 
+from q2compile.runtime_kernels.check_results import Request
 from q2compile.runtime_kernels.choice import device_of, kernels
-from q2compile.runtime_kernels.cuda import checks
-from q2compile.runtime_kernels.cuda.calls import Launching
-from q2compile.runtime_kernels.cuda.check_results import Request
-from q2compile.runtime_kernels.cuda.jit import nvrtc
-from q2compile.runtime_kernels.cuda.jit.launch import (
-    Launch,
-    architecture,
-    empty,
+from q2compile.runtime_kernels.kernel_states import (
+    UNSUPPORTED,
+    NotServedError,
     on_one_multiprocessor,
-    unsupported,
 )
-from q2compile.runtime_kernels.kernel_states import UNSUPPORTED, NotServedError, assumed_capability
-from q2compile.runtime_kernels.numerics.schemes import get_scheme
-from q2compile.runtime_kernels.ops.table import QUANTIZE, TRANSPOSE
-from q2compile.runtime_kernels.registry import CPP, CUDA, REFERENCE, select
+from q2compile.runtime_kernels.registry import CPP, REFERENCE, select
 from q2compile.runtime_kernels.small_calls import (
     PRODUCTS,
     Form,
     form_of,
     outputs_of,
-    places_of_schemes,
     small_calls,
 )
 
-_MIB = 1 << 20
+_NANS = (32 << 20, *32 * [1 << 20])  # bytes
 # Two results that are rounded once each differ by a relative 2^-8 in bf16. What remains is the
 # order of the fp32 sums, and how many bits tensor cores keep on the way to them.
 GEMM_ERROR = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10, torch.float32: 2.0**-10}
 
 
-def rejection(op: str, name: str, args: Sequence[Any], aligned: bool = True) -> str | None:
-    """None if kernel `name` of an op may be used for such a call on a CUDA device, otherwise the
-    reason in words. args: all arguments, which may be fake.  aligned: as in a Form.
-
-    Raises:
-        LaunchError: the kernel is still to be checked, and a CUDA graph is being captured.
-    """
-    for place in places_of_schemes(op):
-        if get_scheme(args[place]).is_tensorwise and op not in (QUANTIZE, TRANSPOSE):
-            return f"it reads and writes FP4; PyTorch's own operations serve {args[place]}"
-    if assumed_capability():
-        return None
-    device = device_of(args)
-    request = request_of(name, device, form_of(op, args, aligned))
-    return unsupported(device.index) or checks.rejection(request)
+def check_of(op: str, name: str, *args: Any) -> Request:
+    """The self-check of kernel `name` of an op for such a call. args: all arguments, which may be
+    fake."""
+    return request_of(name, device_of(args), form_of(op, args))
 
 
 def request_of(name: str, device: torch.device, form: Form) -> Request:
-    """The self-check of kernel `name` for calls of this form."""
-    return Request((form.op, name, device, form), __name__, (name, device, form))
+    """The self-check of kernel `name` for calls of this form. On a CPU it takes milliseconds."""
+    here = device.type == "cpu" and name == CPP
+    return Request((form.op, name, device, form), __name__, (name, device, form), here=here)
 
 
 def compiling(name: str, device: torch.device, form: Form) -> list[Future]:
     """Threads that compile what `disagreement` launches; a GEMM compiles its kernels itself."""
-    if name != CUDA or all(k.launching is None for k in kernels(form.op) if k.name == CUDA):
+    launching = next(k.launching for k in kernels(form.op) if k.name == name)
+    if launching is None:
         return []
-    cases = (call.args for call in small_calls(form))
-    return begin_compiling(launches_of(form.op, cases, device), device.index)
-
-
-def launches_of(op: str, cases: Iterable[tuple], device: torch.device) -> list[Launch]:
-    """The launches that kernel CUDA of an op may make. cases: arguments on the CPU; an iterator
-    makes them undisturbed by the caller's modes."""
-    launching = next(k.launching for k in kernels(op) if k.name == CUDA)
     with apart(torch.device("cpu")):
-        made = list(cases)
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            return [each for args in made for each in launching.launches(*_on(device, args))]
-
-
-def begin_compiling(launches: Iterable[Launch], index: int) -> list[Future]:
-    """Threads that compile these launches for a device."""
-    variants = dict.fromkeys(launch.variant for launch in launches)
-    return [nvrtc.begin(variant, architecture(index)) for variant in variants]
+        cases = [call.args for call in small_calls(form)]
+    found: list[Future] = launching.begin_compiling(cases, device)
+    return found
 
 
 def disagreement(name: str, device: torch.device, form: Form) -> str | None:
@@ -152,7 +120,7 @@ def difference_on_any_grid(difference: Callable[[], str | None]) -> str | None:
 
 
 def _difference(form: Form, name: str, device: torch.device, args: tuple) -> str | None:
-    on_device, names = _on(device, args), outputs_of(form)
+    on_device, names = moved_to(device, args), outputs_of(form)
     function = select(form.op, on_device, name)
     try:
         want = select(form.op, args, REFERENCE)(*args)
@@ -161,17 +129,16 @@ def _difference(form: Form, name: str, device: torch.device, args: tuple) -> str
         raise NotServedError(what, UNSUPPORTED) from error
     if form.op in PRODUCTS and name != CPP:
         return _difference_of_products(function, on_device, want)
-    if not isinstance(function, Launching):
+    planned_anew = getattr(function, "planned_anew", None)  # of launches (cuda/calls.py)
+    if planned_anew is None:
         return difference_of_bits(function(*on_device), want, names)
-    return difference_on_any_grid(
-        lambda: difference_of_bits(function.planned_anew(*on_device), want, names)
-    )
+    return difference_on_any_grid(lambda: difference_of_bits(planned_anew(*on_device), want, names))
 
 
 def difference_of_bits(got, want, names: Sequence[str]) -> str | None:
     """How the results of an op, of these names, differ from its reference's, which are on the CPU;
     None if all values are equal."""
-    for which, a, b in zip(names, _tuple(got), _tuple(want), strict=False):
+    for which, a, b in zip(names, as_tuple(got), as_tuple(want), strict=False):
         wrong = (a.cpu().float() != b.float()).sum().item()
         if wrong:
             return f"{wrong} of {b.numel()} {which} differ from the reference"
@@ -180,7 +147,7 @@ def difference_of_bits(got, want, names: Sequence[str]) -> str | None:
 
 def _difference_of_products(function: Callable, on_device: list, want: torch.Tensor) -> str | None:
     if reuses_memory(on_device[0].device):
-        leave_nans()
+        leave_nans(on_device[0].device)
     got = function(*on_device).cpu().float()
     off = (got - want.float()).norm() / want.float().norm()
     return None if off <= GEMM_ERROR[want.dtype] else f"relative error {off:.1e}"
@@ -191,19 +158,19 @@ def reuses_memory(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def leave_nans() -> None:
-    """Fills 64 MiB of the current CUDA device with NaN, and frees them. The results and workspaces
+def leave_nans(device: torch.device) -> None:
+    """Fills 64 MiB of a CUDA device with NaN, and frees them. The results and workspaces
     of the next GEMM are allocated there, and a GEMM that multiplies what it finds by 0 shows. The
     allocator has blocks for small tensors and for large ones."""
     with suppress(torch.OutOfMemoryError):
-        blocks = [empty((size,), (1,), torch.uint8) for size in (32 * _MIB, *32 * [_MIB])]
+        blocks = [empty(size, dtype=torch.uint8, device=device) for size in _NANS]
         for block in blocks:
             block.fill_(255)  # NaN in every dtype, also of fp8 and of scales
 
 
-def _on(device: torch.device, arguments: tuple) -> list:
+def moved_to(device: torch.device, arguments: Sequence) -> list:
     return [a.to(device) if isinstance(a, torch.Tensor) else a for a in arguments]
 
 
-def _tuple(result) -> Sequence[torch.Tensor]:
+def as_tuple(result) -> Sequence[torch.Tensor]:
     return result if isinstance(result, tuple | list) else (result,)
