@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Graphs that are noted, and recomputed after they were changed."""
+"""Copies of graphs from notes that were taken before the graphs changed."""
 
 from __future__ import annotations
 
