@@ -344,7 +344,7 @@ def test_uuid_follows_sources_and_options(monkeypatch):
     first = ["gather_scattered", "quantize_rows_once", "share_operands", "quantize_shards"]
     first += ["merge_seeds", "pair_directions", "share_rotations"]
     forms = ["swizzle_scales", "dequantize_operands", "unrotate_in_gemm"]
-    last = ["sum_columns", "gather_quantizers", "concatenate_last", "tabulate"]
+    last = ["sum_columns", "amax_in_quantizer", "gather_quantizers", "concatenate_last", "tabulate"]
     assert [row.name for row in passes_over("post_grad")] == [
         *first,
         *forms,
