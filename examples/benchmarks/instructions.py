@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import SOURCES, rot
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.numerics.transforms import get_transform
 from q2compile.tools.bench.cases import CASES
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.support import disassemble
 
 COUNTED = Path(__file__).parents[2] / "q2compile" / "cost_model" / "instructions.json"
