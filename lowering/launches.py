@@ -222,9 +222,11 @@ def _products_of(members: Sequence[Member]) -> list[AlphaProduct]:
 def _fallback(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     _enqueue_waiting()  # the op may read their results: statistics of a recorded operand do
     made: Any = OpNode.create(op, *args, **kwargs)
-    if is_tensor(made):
-        return made.wrap_for_lowering()
-    return tuple(each.wrap_for_lowering() for each in made)
+    return ir.TensorBox.create(made) if is_tensor(made) else tuple(map(ir.TensorBox.create, made))
+
+
+# What `process_kernel` returns: a tuple before torch 2.15.
+_PROCESSED: Any = getattr(ir, "ProcessKernelResult", lambda *parts: parts)
 
 
 class OpNode(ir.FallbackKernel):
@@ -250,7 +252,7 @@ class OpNode(ir.FallbackKernel):
 
         others = [a for a in flat if not is_tensor(a)]
         results = results_of(kernel, bound(name_of(kernel), *written(tensors, others)))
-        return results, tensors, others, written, None
+        return _PROCESSED(results, tensors, others, written, None)
 
     @staticmethod
     def tensor_to_layout(output: torch.Tensor) -> ir.FixedLayout:

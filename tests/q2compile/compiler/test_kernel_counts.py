@@ -186,9 +186,9 @@ def test_every_pass_has_a_row() -> None:
     (test_tabulate.py), concatenate_last, gather_scattered and recompute_mask none without experts
     (test_concatenate_last.py, test_gather_scattered.py, test_recompute_mask.py), quantize_shards
     none without a collective, own_seeds none without the option seed (test_quantize_shards.py,
-    test_seed.py)."""
+    test_seed.py), amax_in_quantizer none on a CPU (test_amax_in_quantizer.py)."""
     elsewhere = ["gather_quantizers", "concatenate_last", "tabulate", "fuse_rotations"]
-    elsewhere += ["group_launches"]
+    elsewhere += ["group_launches", "amax_in_quantizer"]
     elsewhere += [
         "anchor_seeds",
         "gather_scattered",

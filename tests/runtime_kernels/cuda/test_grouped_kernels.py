@@ -150,5 +150,6 @@ def test_a_step_of_experts_waits_for_nothing() -> None:
 def test_cuda_kernels_come_before_the_references() -> None:
     for op in ("quantize", "requantize"):
         assert [k.name for k in kernels(op) if k.name != "cpp"] == ["cuda", "reference"]
-    assert [k.name for k in kernels("grouped_gemm")] == ["triton_fp4", "cuda_bf16", "reference"]
+    names = ["scaled_grouped_mm", "triton_fp4", "cuda_bf16", "reference"]
+    assert [k.name for k in kernels("grouped_gemm")] == names
     assert [k.name for k in kernels("grouped_mm")] == ["cuda", "reference"]
