@@ -325,8 +325,7 @@ def test_which_mixtures_gain_by_fp4():
 
 
 def test_an_x_that_lies_in_memory_is_read():
-    """An input of the graph and a matmul's result are in memory. A quantizer after silu fuses with
-    it."""
+    """Inputs of the graph and matmuls' results are in memory. A quantizer fuses with silu."""
 
     class Mlp(nn.Module):
         def __init__(self):
@@ -483,8 +482,7 @@ def test_the_report_shows_predictions_and_what_they_stand_on(tmp_path):
     assert text[-1] == f"note: {ASSUMPTIONS}"
     of = "predicted time of the GEMMs taken and their quantizers (not of a step), divided by "
     assert text[-2].startswith(f"note: {of}BF16's: ")
-    page = report.to_html(tmp_path / "report.html")
-    data = data_of(page)
+    data = data_of(report.to_html(tmp_path / "report.html"))
     assert [d["column"] for d in data["devices"]] == [d.column for d in DEVICES]
     assert data["assumptions"] == ASSUMPTIONS
     for number in (

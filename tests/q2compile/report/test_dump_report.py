@@ -54,7 +54,7 @@ module      shape    taken  recipe                    saved            b200  rtx
 up          5x48x32  yes    quartet2                  94 B, 4.70 bit   3.85  3.85
 <matmul>    5x5      no                                                               activation x activation
 <matmul_1>  5x48     no                                                               activation x activation
-head        5x32x48  yes    quartet2 with bf16 dgrad  139 B, 4.63 bit  1.74  1.88
+head        5x32x48  yes    quartet2 with bf16 dgrad  139 B, 4.63 bit  1.88  1.88
 tiny        5x8      no                                                               too small: the weight is [8, 48], a block has 16 values
 
 recipe quartet2
@@ -68,7 +68,7 @@ recipe quartet2 with bf16 dgrad
   wgrad  rht128>nvfp4_ms_eden_pow2 @ requantize>rht128>nvfp4_ms_eden_pow2
 
 2 of 3 matmuls with a weight taken; 2 matmuls without one; 1 graph(s); quantized for backward: 233 B, 4.66 bits per element
-note: predicted time of the GEMMs taken and their quantizers (not of a step), divided by BF16's: 2.34 on B200, 2.44 on RTX 5090; for each matmul in the columns b200 and rtx5090
+note: predicted time of the GEMMs taken and their quantizers (not of a step), divided by BF16's: 2.44 on B200, 2.44 on RTX 5090; for each matmul in the columns b200 and rtx5090
 note: predicted, not measured, from data-sheet peaks and the share that published GEMMs reach: B200 9000 TFLOP/s FP4 (43% reached), 2250 BF16 (62%), 8 TB/s; RTX 5090 1676 TFLOP/s FP4 (50% reached), 209.5 BF16 (107%), 1.792 TB/s; a quantizer reaches 83% of the bandwidth or 69% of the issue slots (63% with stochastic rounding); 3 us per launch; forward quantizers fused; 11 us of the host per call of two launches, if that is longer""",
         )
 
