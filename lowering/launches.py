@@ -225,7 +225,7 @@ def _fallback(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, 
     return ir.TensorBox.create(made) if is_tensor(made) else tuple(map(ir.TensorBox.create, made))
 
 
-# What `process_kernel` returns: a tuple before torch 2.15.
+# The result of `process_kernel`: a tuple before torch 2.15.
 _PROCESSED: Any = getattr(ir, "ProcessKernelResult", lambda *parts: parts)
 
 

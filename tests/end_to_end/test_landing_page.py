@@ -86,8 +86,8 @@ def test_figures_of_the_readme_are_those_recorded(picture) -> None:
     step, mixed = (row("steps.json", f"{name}_8b_step") for name in ("fp8", "quartet2_fp8"))
     assert f"takes {step['ratio']:.2f} of its time in BF16 on an H200" in page
     assert f"takes {step['value']:.1f} ms under `fp8` and {step['bf16']:.1f} ms in BF16" in page
-    in_4_bits = row("steps.json", "mxfp4_2d_8b_8layers_step")["ratio"]
-    assert f"and {in_4_bits:.2f} with `mxfp4_2d`, in 4 bits (8 layers)" in page
+    in_4_bits = row("steps.json", "mxfp4_2d_8b_step")["ratio"]
+    assert f"and {in_4_bits:.2f} with `mxfp4_2d`, in 4 bits" in page
     emulated = row("steps.json", "llama_8b_step")["ratio"]
     assert f"`quartet2_fp8` takes {mixed['ratio']:.2f} of BF16's time there" in page
     assert f"a Hopper emulates, {emulated:.2f}" in page
