@@ -408,7 +408,7 @@ _FP8, _MXFP4, _MXFP4_OTHERS = (
     for names in (("fp8", "quartet2_fp8"), ("mxfp4_2d",), ("mxfp4", "quartet"))
 )
 # The last of them: kernels are disabled for what is compiled from then on.
-_GENERATED = {
+_GENERATED: dict[str, dict[str, Any]] = {
     "fp8_8b_step": {"recipe": "fp8"},
     "fp8_8b_step_generated": {
         "recipe": "fp8",
