@@ -13,7 +13,7 @@ import torch
 from q2compile.runtime_kernels.cuda import dequantize
 from q2compile.runtime_kernels.cuda.call_site import CallSite, SiteCall
 from q2compile.runtime_kernels.cuda.calls import MOST_OPERANDS, BoundCall, tensors_of
-from q2compile.runtime_kernels.cuda.jit import nvrtc
+from q2compile.runtime_kernels.cuda.jit import launch, nvrtc
 from q2compile.runtime_kernels.cuda.quantize import grouped_launch, quantizers
 from q2compile.runtime_kernels.cuda.quantize.grouped_launch import ScaleProduct, grouped_plan
 from q2compile.runtime_kernels.cuda.quantize.plan import tail_launch
@@ -220,7 +220,7 @@ def test_what_is_launched_together_is_compiled_ahead(emulated, monkeypatch) -> N
     """In threads, as soon as these calls are known."""
     begun: list[Any] = []
     monkeypatch.setattr(nvrtc, "begin", lambda variant, architecture: begun.append(variant))
-    monkeypatch.setattr(grouped_launch, "architecture", lambda index: "sm_90a")
+    monkeypatch.setattr(launch, "architecture", lambda index: "sm_90a")
     members = [both(EDEN), again(EDEN), again(EDEN, 300, 520)]
     monkeypatch.setattr(quantizers, "shared_memory", lambda index: 228 * 1024)
     grouped_launch.compile_ahead([op.launches(*args) for op, args in members], 0)
