@@ -368,7 +368,7 @@ def test_every_quantizer_of_a_recipe_has_a_kernel() -> None:
     [
         ("nvfp4_sr_46", "draws random bits"),
         ("mxfp4_quest", "trust mask"),
-        ("nvfp4_16x16", "square"),
+        ("nvfp4_16x16", "codes of plain matrices"),
     ],
 )
 def test_other_roundings_are_left_to_other_kernels(scheme, reason) -> None:
