@@ -261,8 +261,9 @@ def lost_text(op: str, name: str, device: object, error: BaseException) -> str:
 
 
 def kernels_own(error: Exception, op: str, name: str, device: torch.device) -> bool:
-    """Whether a kernel that raised this is rejected. Not when memory was missing, since there may
-    be enough the next time, nor in a CUDA graph capture, whose graph is lost anyway.
+    """True if the kernel that raised this error is to be rejected. Missing memory is no reason,
+    since there may be enough the next time, nor is an error in a CUDA graph capture, whose graph is
+    lost anyway.
 
     Raises:
         DeviceLostError: the device has failed, whichever kernel was the cause.

@@ -145,8 +145,8 @@ def _is_aligned(call: QuantizerCall) -> bool:
 
 
 def wants_rows(call: QuantizerCall) -> bool:
-    """Whether rows of x must be contiguous. If not, a matrix with contiguous columns is read as its
-    transpose, with rowwise and columnwise swapped."""
+    """True if a CUDA quantizer needs contiguous rows of x. Otherwise it reads a matrix with
+    contiguous columns as its transpose, with rowwise and columnwise swapped."""
     has_squares = call.scheme.is_transposable and call.scheme.has_block_scales
     is_plain = not (call.grouped or call.masked or call.dbias is not None)
     return has_squares or not (is_plain and call.rotates_rows)

@@ -107,7 +107,7 @@ Q2_INLINE Place place() {
   return {4 * (thread / 32 * 4 + thread / 8 % 4), 8 * (thread % 8)};
 }
 
-// Those of a tile.
+// Loads a thread's 4x8 elements of a tile, and says where they begin.
 Q2_INLINE void load_four(const Params& p, int tile, Place& at, Eight (&loaded)[4]) {
   at = place();
   at.row += tile / p.across * kTileRows, at.column += tile % p.across * kTileColumns;

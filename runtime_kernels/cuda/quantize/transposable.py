@@ -134,5 +134,5 @@ def _extents(
 
 
 def _vectors(x: torch.Tensor) -> int:
-    """Whether rows of x begin on 16 bytes."""
+    """1 if all rows of x [M, K] begin on 16 bytes, so that they are loaded as vectors, else 0."""
     return int(aligned(x) and x.stride(0) * x.element_size() % 16 == 0)
