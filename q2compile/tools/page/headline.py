@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from q2compile.cost_model.devices import shown_devices
+from q2compile.cost_model.ranges import Range, over_bf16
 from q2compile.report.model_rows import layers, of_model
 from q2compile.tools.time_words import time_words
 
@@ -132,13 +133,12 @@ def _times(taken: Sequence[Mapping[str, Any]]) -> list[str]:
     return sentences
 
 
-def predicted_ratios(taken: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+def predicted_ratios(taken: Iterable[Mapping[str, Any]]) -> dict[str, Range]:
     """GPU -> time of the matmuls that were taken over BF16's; {} without predictions."""
     predicted = [row["predicted"] for row in taken if row["predicted"]]
     if not predicted:
         return {}
     return {
-        device.name: sum(times[device.column]["microseconds"] for times in predicted)
-        / sum(times[device.column]["bf16_microseconds"] for times in predicted)
+        device.name: over_bf16(times[device.column] for times in predicted)
         for device in shown_devices(predicted)
     }

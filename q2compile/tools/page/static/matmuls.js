@@ -349,7 +349,7 @@ function tableColumns(data) {
       name: `Time on ${name}, BF16 = 1`,
       title: `Predicted time on ${name} divided by BF16's, for its GEMMs and quantizers only`,
       id: column,
-      value: (row) => row.ratios[column] ?? null,
+      value: (row) => (row.ratios[column] ? middleOf(row.ratios[column]) : null),
       of: largestOf,
     })),
   ];
@@ -390,10 +390,10 @@ function ratioCell(ratio, device) {
   return h(
     "td",
     {
-      class: `number ratio${ratio > 1.005 ? " slower" : ""}`,
+      class: `number ratio${middleOf(ratio) > 1.005 ? " slower" : ""}`,
       "data-label": device,
       title: timeWords(ratio),
     },
-    ratio.toFixed(2),
+    rangeText(ratio, (end) => end.toFixed(2)),
   );
 }

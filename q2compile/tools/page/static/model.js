@@ -40,7 +40,7 @@ function loadModel(data) {
     row.ratios = Object.fromEntries(
       Object.entries(row.predicted).map(([device, times]) => [
         device,
-        times.microseconds / times.bf16_microseconds,
+        overBf16([times]),
       ]),
     );
   });

@@ -203,32 +203,28 @@ function timeTile(title, devices, ...notes) {
   const sums = devices
     .map(({ name, times }) => {
       const known = times.filter(Boolean);
-      const sum = (key) => known.reduce((total, one) => total + one[key], 0);
-      return { name, own: sum("microseconds"), bf16: sum("bf16_microseconds") };
+      const [own, bf16] = ["microseconds", "bf16_microseconds"].map((key) => totalOf(known, key));
+      return { name, own, bf16, ratio: overBf16(known) };
     })
-    .filter(({ bf16 }) => bf16);
+    .filter(({ bf16 }) => bf16.low);
   if (!sums.length) return null;
-  const bars = sums.flatMap(({ name, own, bf16 }) => {
-    const largest = Math.max(own, bf16);
-    const tint = own > bf16 ? "var(--series-3)" : "var(--series-0)";
+  const bars = sums.flatMap(({ name, own, bf16, ratio }) => {
+    const largest = Math.max(middleOf(own), middleOf(bf16));
+    const tint = middleOf(ratio) > 1 ? "var(--series-3)" : "var(--series-0)";
+    const text = (times) => () => rangeText(times, microsecondsText);
     return [
-      h("p", { class: "device" }, h("b", {}, name), ` ${timeWords(own / bf16)}`),
-      bar("here", own, largest, microsecondsText, tint),
-      bar("BF16", bf16, largest, microsecondsText),
+      h("p", { class: "device" }, h("b", {}, name), ` ${timeWords(ratio)}`),
+      bar("here", middleOf(own), largest, text(own), tint),
+      bar("BF16", middleOf(bf16), largest, text(bf16)),
     ];
   });
   return tile(title, timesHeadline(sums), ...bars, ...notes);
 }
 
 function timesHeadline(times) {
-  const ratios = times.map(({ own, bf16 }) => own / bf16);
-  const low = Math.min(...ratios),
-    high = Math.max(...ratios);
-  const text = (ratio) => ratio.toFixed(ratio >= 2 ? 1 : 2);
-  const unit = "times BF16's";
-  return text(low) === text(high)
-    ? `${text(low)} ${unit}`
-    : `${text(low)} to ${text(high)} ${unit}`;
+  const ends = times.flatMap(({ ratio }) => [ratio.low, ratio.high]);
+  const all = { low: Math.min(...ends), high: Math.max(...ends) };
+  return `${rangeText(all, ratioText(all))} times BF16's`;
 }
 
 function microsecondsText(microseconds) {

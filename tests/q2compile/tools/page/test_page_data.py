@@ -9,6 +9,9 @@ import re
 import pytest
 import torch
 
+from q2compile.cost_model.devices import DEVICES
+from q2compile.cost_model.ranges import Range, over_bf16
+from q2compile.report.model_rows import of_model
 from q2compile.report.row import Row
 from q2compile.tools.measure import measure
 from q2compile.tools.page.assemble import assemble, packed, script_json
@@ -137,6 +140,9 @@ def test_saved_tensors_without_a_backward_and_of_symbolic_size():
         (1.0, "as long as BF16"),
         (1.1, "1.10 times BF16's time (slower)"),
         (3.1, "3.1 times BF16's time (slower)"),
+        (Range(0.4, 0.65), "0.40-0.65 times BF16's time (faster)"),
+        (Range(0.9, 1.2), "0.90-1.20 times BF16's time"),
+        (Range(2.4, 3.1), "2.4-3.1 times BF16's time (slower)"),
     ],
 )
 def test_times_in_words(ratio, words):
@@ -169,6 +175,11 @@ def test_the_headline_of_a_model(dumped):
     assert predicted.startswith(
         "Predicted from data sheets, counting only the GEMMs and quantizers of these matmuls: "
     )
+    for device in DEVICES:
+        of_all = over_bf16(
+            row["predicted"][device.column] for row in of_model(rows) if row["taken"]
+        )
+        assert f"on {device.name} {time_words(of_all)}" in predicted
     assert measured == "To measure them on this machine, run q2compile report --measure."
 
 
