@@ -339,8 +339,7 @@ The shares of issue slots and bandwidth, the constant part of a launch
 For a Llama the prediction is BF16's measured step plus what the linears cost more, on the GPU or on
 the host, whichever is more; under CUDA graphs only the GPU counts. BF16's share of the peak was
 fitted to `linear_4096_4096, BF16`, and nothing to the other rows. At 8 x 512 tokens the host limits
-the step: allocating buffers, and saving three times as many tensors as in BF16, are not in the
-model, as `host_us_per_linear` shows.
+the step; the model leaves out its buffers and saved tensors, as `host_us_per_linear` shows.
 
 {step_table}
 
