@@ -75,7 +75,7 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """Of the middle."""
+        """The relative error of the middle."""
         return self.predicted.middle / self.measured - 1
 
 

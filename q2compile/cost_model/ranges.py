@@ -68,12 +68,12 @@ def over_bf16(times: Iterable[Mapping[str, float]]) -> Range:
     """The time of rows of a report over BF16's, by their predictions for one device. A report of an
     earlier version has no ends."""
 
-    def summed(key: str, end: str) -> float:
+    def sum_of(key: str, end: str) -> float:
         return sum(of.get(key + end, of[key]) for of in rows)
 
     rows = list(times)
     own, bf16 = (
-        Range(summed(key, "_low"), summed(key, "_high"))
+        Range(sum_of(key, "_low"), sum_of(key, "_high"))
         for key in ("microseconds", "bf16_microseconds")
     )
     return own / bf16

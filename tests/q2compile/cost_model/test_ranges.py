@@ -54,6 +54,35 @@ def test_rows_of_a_report_are_summed_at_each_end():
     assert over_bf16([row, {"microseconds": 5, "bf16_microseconds": 9}]) == Range(9 / 19, 11 / 17)
 
 
+def test_time_is_the_longest_of_three():
+    """At the low end on B200: 0.58 of 9 PFLOP/s, 0.88 of 8 TB/s, 0.76 of 148 * 128 * 1.85e9
+    instructions/s, of which requantizing takes 13.83 an element; 2.5 us a launch. At the high end:
+    0.405, 0.78, 0.62, 4.3."""
+    ms, low, high = 1e-3, 2.5e-6, 4.3e-6
+    issued = Quantizer("requantize", "nvfp4_ms_eden_pow2", "rht128", "nvfp4_46_pow2")
+    assert issued.instructions("sm_100a") == pytest.approx(13.83, abs=0.1)
+    elements = 148 * 128 * 1.85e9 * 0.76 / issued.instructions("sm_100a") * ms
+    flops = Step("fprop", 0, flops=0.58 * 9e15 * ms, kind="fp4")
+    memory = Step("quantize x", 8 * 0.88 * 8e12 * ms)
+    issue = Step("requantize w", 0, quantizer=issued, elements=elements)
+    ahead = Step("quantize w", 0, bits_before=8 * 0.88 * 8e12 * ms)
+    slower = (0.58 / 0.405, 0.88 / 0.78, 0.76 / 0.62, 0.88 / 0.78)
+    for step, times in zip((flops, memory, issue, ahead), slower, strict=True):
+        assert ends(step.seconds(B200)) == pytest.approx([ms + low, ms * times + high], rel=1e-12)
+    shared = Step("quantize x", 8 * 0.88 * 8e12 * ms, launches=2, shared_by=4)
+    assert shared.seconds(B200).low == pytest.approx((ms + 2 * low) / 4)
+
+
+def ends(number):
+    return [number.low, number.high]
+
+
+def test_bf16_is_slow_where_quantization_is_favored():
+    """On B200: 0.605 of 2.25 PFLOP/s at the low end, 0.67 at the high end; 2.5 and 4.3 us."""
+    found = ends(Step("fprop", 0, flops=2.25e15 * 1e-3).seconds(B200))
+    assert found == pytest.approx([1e-3 / 0.605 + 2.5e-6, 1e-3 / 0.67 + 4.3e-6])
+
+
 def test_what_is_not_known_is_a_range():
     """On a B200, 8192 x 4096. dy: 23.4 instructions at 0.76 of the issue slots; or 2.6 FMA cycles
     and 13 of packed arithmetic, which may take two, at 0.65. x, with the scale search: 36.4
