@@ -24,14 +24,3 @@ from q2compile.runtime_kernels.cuda import (
     to_e4m3,
     transpose,
 )
-
-__all__ = [
-    "dequantize",
-    "emulated",
-    "gemm",
-    "masked_unrotate",
-    "quantize",
-    "signs",
-    "to_e4m3",
-    "transpose",
-]
