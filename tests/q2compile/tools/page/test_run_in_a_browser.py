@@ -89,7 +89,7 @@ def test_a_model_that_was_evaluated_is_shown_once(browser, tmp_path):
     assert browser.texts("#shown") == ["2 of 2 matmuls, in 2 lines"]
     assert shown(browser) == ["0–1", "0–1"]
     assert browser.texts("#table .part") == ["The same matmuls, compiled for inference"]
-    assert len(browser.texts("#tree .line, .tree .line")) == 1
+    assert len(browser.texts(".tree .line")) == 1
     assert browser.errors() == []
 
 
