@@ -70,7 +70,6 @@ MAY_IMPORT = {
     "tools.export": [*TOOLS, *SHARED_TOOLS, "telemetry"],
     "tools.page": ["cost_model", "passes.record", "recipes", "report.model_rows", "report.row"]
     + ["runtime_kernels.ops.gaussian", "telemetry.read", *SHARED_TOOLS],
-    "tools.page.assemble": [],
     "rewrite": ["capture", "config", "cost_model", "graph", "linear", "recipes", "report.row"]
     + ["torch_internals"],
     "compiler": ["config", "graph", "lowering", "passes", "runtime_kernels", "torch_internals"]

@@ -44,7 +44,9 @@ def shown(browser):
 def lines(browser):
     """The labels of the tree that are on the page, not folded away."""
     labels = "[...document.querySelectorAll('.tree .line code')]"
-    return browser.js(f"return {labels}.filter((e) => e.checkVisibility()).map((e) => e.textContent)")
+    return browser.js(
+        f"return {labels}.filter((e) => e.checkVisibility()).map((e) => e.textContent)"
+    )
 
 
 def focused(browser):
