@@ -14,8 +14,7 @@ import q2compile
 from q2compile.recipes.resolve import resolve
 from q2compile.tools import cli
 from q2compile.tools.compare.command import built
-from q2compile.tools.compare.comparison import Comparison
-from q2compile.tools.compare.measurements import ModuleError
+from q2compile.tools.compare.measurements import Comparison, ModuleError
 from tests.support.page_data import data_of
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
