@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Every matmul: filters, and a table in which equal layers are one line.
 
-// Of a line's rows the largest, or the sum, is what it is sorted by.
+// A line is sorted by the largest of its rows' values, or by their sum.
 const largestOf = (values) => Math.max(...values);
 const NO_FILTERS = { text: "", module: null, recipe: "", state: "", reason: "" };
 
