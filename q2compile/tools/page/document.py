@@ -6,7 +6,7 @@ element with the id "data":
 
     format     1
     name       of the run's folder, or "explain"
-    headline   sentences (`headline`)
+    headline   a sentence (`headline`)
     findings   [{"text", "policy", "about"}, ...] (`findings`)
     devices    [{"column": "b200", "name": "B200"}, ...], of the predictions
     assumptions  what the predictions stand on
@@ -84,15 +84,13 @@ def report_page(
     """The page of a report: `document` in a template, and the scripts that show it. The page's own
     policy lets it run these scripts only, which share one scope."""
     data = document(name, rows, notes, graphs, **parts)
-    headline, *more = data["headline"]
     script = f'(() => {{\n"use strict";\n{"".join(map(_static, _SCRIPTS))}}})();\n'
     inserted = {
-        "title": escape(f"{name}: {headline}"),
+        "title": escape(f"{name}: {data['headline']}"),
         "script-hash": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         "style": "".join(map(_static, _STYLES)),
         "name": escape(name),
-        "headline": escape(headline),
-        "more": escape(" ".join(more)),
+        "headline": escape(data["headline"]),
         "foot": _foot(data["run"]),
         "data": script_json(data),
         "script": script,

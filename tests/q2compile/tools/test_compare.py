@@ -314,7 +314,7 @@ def test_one_policy_follows_from_a_comparison(tmp_path, monkeypatch, capsys):
     (written,) = [f["policy"] for f in data["findings"] if f["policy"]]
     # The order is the page's own: its rules for one layer may overlap, those of a comparison don't.
     assert json.loads(f"{{{written}}}")["policy"] == policy
-    assert data["headline"][0].startswith("All 5 matmuls with a weight run in NVFP4")
+    assert data["headline"].startswith("All 5 matmuls with a weight run in NVFP4")
     monkeypatch.delenv("Q2COMPILE_CONFIG")
     model, (x,), _ = built(where)
     policy = {pattern: rule for pattern, rule in policy.items() if pattern != "0.up"}

@@ -114,7 +114,9 @@ function timeTiles(data) {
   ]);
   const times = counted.map((row) => row.measured).filter(({ device }) => device);
   const measured = [...Map.groupBy(times, ({ device }) => device)];
-  const part = "for the quantized GEMMs and their quantizers, not for a whole step";
+  const part =
+    "for the quantized GEMMs and their quantizers, not for a whole step" +
+    (measured.length ? "" : "; q2compile report --measure times them on this machine");
   const stands = h("details", h("summary", "assumptions"), h("p.muted", data.assumptions));
   const alone = h("p.muted", "each matmul by itself, forward and backward");
   return [

@@ -144,15 +144,10 @@ def test_times_in_words(ratio, words):
 
 def test_the_headline_of_a_model(dumped):
     rows, _, _ = read_dump(dumped)
-    taken, predicted, measured = headline(rows)
-    assert taken == (
+    assert headline(rows) == (
         "17 of 19 matmuls with a weight run in NVFP4 "
         "(13 by quartet2, 4 by quartet2 with bf16 dgrad)."
     )
-    assert predicted.startswith(
-        "Predicted from data sheets, counting only the GEMMs and quantizers of these matmuls: "
-    )
-    assert measured == "To measure them on this machine, run q2compile report --measure."
 
 
 def test_measured_times(dumped):
@@ -164,9 +159,6 @@ def test_measured_times(dumped):
     times = up[0]["measured"]
     assert times["device"] == "CPU"
     assert times["microseconds"] > times["bf16_microseconds"] > 0
-    assert re.fullmatch(
-        r"Measured on CPU, one by one: .* times BF16's time \(slower\)\.", headline(up)[-1]
-    )
     up[0]["device"] = "tpu"
     with pytest.raises(
         ValueError, match="--measure: .* compiled for 'tpu', which this machine lacks"
@@ -175,13 +167,11 @@ def test_measured_times(dumped):
 
 
 def test_headlines_of_little():
-    assert headline([]) == ["No matmul with a weight was seen."]
-    assert (
-        headline([row(why="recipe: bf16")])[0] == "None of the 1 matmuls with a weight was taken."
-    )
-    assert headline([row(taken=True, fprop="mxfp4_sr @ mxfp4_sr", recipe="mine")]) == [
-        "All 1 matmul with a weight runs in MXFP4 (mine)."
-    ]
+    assert headline([]) == "No matmul with a weight was seen."
+    left = [row(why="recipe: bf16")]
+    assert headline(left) == "None of the 1 matmuls with a weight was taken."
+    taken = [row(taken=True, fprop="mxfp4_sr @ mxfp4_sr", recipe="mine")]
+    assert headline(taken) == "All 1 matmul with a weight runs in MXFP4 (mine)."
 
 
 def test_the_page_runs_its_own_scripts_alone(data, dumped):
