@@ -151,7 +151,9 @@ def document(
     comparison  as `Comparison.to_json` gives it
     run         as `RunFacts.to_json` gives it
     """
-    recipes, kernels, texts = _Places(), _Places(), _Places()
+    recipes: dict[str, int] = {}
+    kernels: dict[str, int] = {}
+    texts: dict[str, int] = {}
     operands = operand_errors(telemetry)
     worst = worst_by_module(operands or gemm_errors(comparison, rows))
     share = shares(comparison)
@@ -169,36 +171,27 @@ def document(
         "findings": findings(rows, telemetry, comparison, operands, in_force),
         "devices": [{"column": d.column, "name": d.name} for d in devices],
         "assumptions": ASSUMPTIONS,
-        "recipes": [json.loads(text) for text in recipes.values],
-        "kernels": [json.loads(text) for text in kernels.values],
+        "recipes": [json.loads(text) for text in recipes],
+        "kernels": [json.loads(text) for text in kernels],
         "rows": shown,
         # The headline and the bars say what the predictions are; `assumptions` what they stand on.
         "notes": [note for note in notes if not note.startswith("predicted")],
         "graphs": [_graph(number, files, texts) for number, files in sorted(graphs.items())],
-        "texts": [packed(text) for text in texts.values],
+        "texts": [packed(text) for text in texts],
         "telemetry": telemetry,
         "run": run or {},
     }
 
 
-class _Places:
-    """Distinct texts, and where each stands."""
-
-    def __init__(self) -> None:
-        self._place: dict[str, int] = {}
-
-    def of(self, text: str) -> int:
-        return self._place.setdefault(text, len(self._place))
-
-    @property
-    def values(self) -> list[str]:
-        return list(self._place)
+def _place(known: dict[str, int], text: str) -> int:
+    """Where a text is among the distinct ones that are known, or is added now."""
+    return known.setdefault(text, len(known))
 
 
 def _row(
     row: Mapping[str, Any],
-    recipes: _Places,
-    kernels: _Places,
+    recipes: dict[str, int],
+    kernels: dict[str, int],
     worst: Mapping[str, Error],
     share: Mapping[str, float],
 ) -> dict[str, Any]:
@@ -210,20 +203,20 @@ def _row(
     error = worst.get(row["module"]) if known else None
     shown["error"] = error and error.to_json()
     shown["share"] = share.get(row["module"]) if known else None
-    shown["recipe"] = recipes.of(json.dumps(named)) if row["taken"] else None
-    shown["kernels"] = kernels.of(json.dumps(run)) if row["taken"] else None
+    shown["recipe"] = _place(recipes, json.dumps(named)) if row["taken"] else None
+    shown["kernels"] = _place(kernels, json.dumps(run)) if row["taken"] else None
     return shown
 
 
-def _graph(number: int, files: Mapping[str, str], texts: _Places) -> dict[str, Any]:
+def _graph(number: int, files: Mapping[str, str], texts: dict[str, int]) -> dict[str, Any]:
     saved = saved_tensors(files)
     return {
         "number": number,
         "texts": {
-            name: texts.of(text)
+            name: _place(texts, text)
             for name, text in sorted(files.items())
             if name.endswith(_TEXTS) or name == _ORIGINS
         },
         "passes": json.loads(files.get("passes.json", "[]")),
-        "saved": None if saved is None else texts.of(json.dumps(saved)),
+        "saved": None if saved is None else _place(texts, json.dumps(saved)),
     }
