@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from q2compile.cost_model.devices import ASSUMPTIONS, shown_devices
 from q2compile.report.graph_record import GraphRecord
 from q2compile.report.model_rows import layers, of_model
-from q2compile.report.printable import one_line, printable
+from q2compile.report.printable import aligned, one_line, printable
 from q2compile.report.row import COLUMNS, Row, cells
 from q2compile.report.run_facts import RunFacts
 from q2compile.runtime_kernels.registry import emulated, left_out, preferences
@@ -160,11 +160,7 @@ def table(rows: Iterable[Row]) -> str:
         body.append([one_line(text.get(c, "")) for c in shown])
         if row.taken:
             recipes.append((row.recipe, row.fprop, row.dgrad, row.wgrad))
-    widths = [max(len(line[i]) for line in [list(shown), *body]) for i in range(len(shown))]
-    lines = [
-        "  ".join(t.ljust(w) for t, w in zip(line, widths, strict=True)).rstrip()
-        for line in [list(shown), ["-" * w for w in widths], *body]
-    ]
+    lines = aligned(body, shown)
     for name, *gemms in dict.fromkeys(recipes):
         lines += ["", f"recipe {name}"]
         lines += [f"  {g}  {t}" for g, t in zip(("fprop", "dgrad", "wgrad"), gemms, strict=True)]
