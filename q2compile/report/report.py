@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.weak import WeakIdKeyDictionary
 
 from q2compile.cost_model.devices import ASSUMPTIONS, shown_devices
+from q2compile.cost_model.ranges import over_bf16
 from q2compile.report.graph_record import GraphRecord
 from q2compile.report.model_rows import layers, of_model
 from q2compile.report.printable import aligned, one_line, printable
@@ -131,13 +132,10 @@ def _predictions(rows: list[dict[str, Any]]) -> list[str]:
     notes = [ASSUMPTIONS] if predicted else []
     if taken:
         devices = shown_devices(taken)
-        of_bf16 = []
-        for device in devices:
-            bf16, own = (
-                sum(times[device.column][key] for times in taken)
-                for key in ("bf16_microseconds", "microseconds")
-            )
-            of_bf16.append(f"{own / bf16:.2f} on {device.name}")
+        of_bf16 = [
+            f"{over_bf16(times[device.column] for times in taken).text()} on {device.name}"
+            for device in devices
+        ]
         columns = " and ".join(device.column for device in devices)
         notes.insert(
             0,
