@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from q2compile.errors import ConfigError
-from q2compile.weight_cache import shard_codes
 from q2compile.weight_cache.eager_readers import ReaderExchange
 from q2compile.weight_cache.shard_batch import Graphs, ShardBatch
 from q2compile.weight_cache.sharded_weight import UNREAD, VALUES, RequestedCodes, ShardedWeight
@@ -88,8 +87,8 @@ class Votes:
         by_group: dict[Any, list[ShardedWeight]] = {}
         for weight in self.weights:
             if weight.agreed is not None:
-                local = shard_codes.is_local(weight.agreed.operand)
-                by_group.setdefault((id(weight.group), local), []).append(weight)
+                key = id(weight.group), weight.agreed.is_local
+                by_group.setdefault(key, []).append(weight)
         self._batches = [ShardBatch(weights, self._graphs) for weights in by_group.values()]
 
     def _look(self, counted: Tensor) -> None:

@@ -31,7 +31,7 @@ def gather_codes(model: nn.Module) -> int:
     A rank quantizes its shard and sends 0.5625 bytes per element, instead of 2 in bf16 and 4 in
     fp32 (``nvfp4``: 0.504, because its blocks are 16x16; ``quartet``: 0.656, with the trust mask).
     The gathered codes are inputs of the compiled graph. Nothing is quantized twice, so losses,
-    gradients and weights keep their bits: `q2compile.weight_cache.shard_codes` has the argument.
+    gradients and weights keep their bits: `runtime_kernels.numerics.shards` has the argument.
     Each forward of the model has two more collectives, maxima of 1 and of 16 bytes per weight, and
     two more for each further dimension of the mesh (HSDP, tensor parallel). The host waits for the
     first.

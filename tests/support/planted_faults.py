@@ -311,10 +311,10 @@ FAULTS = (
     ),
     fault(
         "a shard is quantized under a global scale of its own",
-        "q2compile/weight_cache/shard_codes.py",
-        "    more.copy_(value.expand_as(more))\n",
-        "    more.zero_()\n",
-        "q2compile/weight_cache",
+        "runtime_kernels/numerics/shards.py",
+        "else 1536.0 * g\n",
+        "else 0.0 * g\n",
+        "runtime_kernels/numerics",
     ),
     fault(
         "graphs with gathered codes are replayed as CUDA graphs",
