@@ -229,8 +229,7 @@ class Config:
                 "recompute_weights=True saves none and recomputes them; choose one"
             )
         self._check_inductor()
-        self._check_passes()
-        self._check_kernels()
+        self._check_disabled()
         _ = self._policy, self._telemetry
 
     def _check_inductor(self) -> None:
@@ -254,23 +253,16 @@ class Config:
                 "leave them out or use inner='inductor'"
             )
 
-    def _check_passes(self) -> None:
+    def _check_disabled(self) -> None:
         from q2compile.passes import pass_names
 
-        if not isinstance(self.disable_passes, list | tuple):
-            raise ConfigError(
-                f"disable_passes: got {shown(self.disable_passes)}; allowed: a list of names"
-            )
+        for option in ("disable_passes", OPTION):
+            names = getattr(self, option)
+            if not isinstance(names, list | tuple):
+                raise ConfigError(f"{option}: got {shown(names)}; allowed: a list of names")
+            object.__setattr__(self, option, tuple(names))
         for name in self.disable_passes:
             one_of("pass in disable_passes", name, pass_names())
-        object.__setattr__(self, "disable_passes", tuple(self.disable_passes))
-
-    def _check_kernels(self) -> None:
-        if not isinstance(self.disable_kernels, list | tuple):
-            raise ConfigError(
-                f"disable_kernels: got {shown(self.disable_kernels)}; allowed: a list of names"
-            )
-        object.__setattr__(self, "disable_kernels", tuple(self.disable_kernels))
         if self.disable_kernels:
             _check_kernel_names(f"kernel in {OPTION}", self.disable_kernels)
 

@@ -8,7 +8,7 @@ it. A weight that is read is gathered as values, and what calls the graph sees t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,13 +25,12 @@ from q2compile.weight_cache.graph_inputs import (
     CompileForm,
     Inputs,
     Site,
+    final_readers,
     form_of,
-    is_checkpoint,
     is_linear,
     is_seen_through,
     maker,
     recipe_of,
-    region_of,
     views_of,
 )
 from q2compile.weight_cache.sharded_weight import RequestedCodes, ShardedWeight, sharded_weight
@@ -131,26 +130,12 @@ class GatheredInputs:
 def _why_read(gm: fx.GraphModule, placeholder: fx.Node, weight: ShardedWeight) -> str:
     """Why the graph or its backward needs the values of a weight; "" if its codes do."""
     forms: set[CodesLayout] = set()
-    whys = _whys_read(gm, placeholder, weight, forms)
-    why = next(filter(None, whys), "")
-    return why or ("its layers quantize it in several ways" if len(forms) > 1 else "")
-
-
-def _whys_read(
-    gm: fx.GraphModule, w: fx.Node, weight: ShardedWeight, forms: set[CodesLayout]
-) -> Iterator[str]:
-    """Why each reader of ``w``, the weight or a view of it, needs values; adds what they take."""
-    for user in w.users:
-        if is_seen_through(user):
-            yield from _whys_read(gm, user, weight, forms)
-        elif is_checkpoint(user) and w.op == "placeholder":
-            body, arguments = region_of(gm, user)
-            for inner in (p for p, given in arguments.items() if given is w):
-                yield from _whys_read(body, inner, weight, forms)
-        elif is_linear(user) and user.args[1] is w:
-            yield _why_linear_reads(user, weight, forms)
-        else:
-            yield "something besides a quantized linear reads it"
+    for user, w in final_readers(gm, placeholder, is_seen_through):
+        if not is_linear(user) or user.args[1] is not w:
+            return "something besides a quantized linear reads it"
+        if why := _why_linear_reads(user, weight, forms):
+            return why
+    return "its layers quantize it in several ways" if len(forms) > 1 else ""
 
 
 def _why_linear_reads(node: fx.Node, weight: ShardedWeight, forms: set[CodesLayout]) -> str:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -259,10 +259,6 @@ def is_seen_through(node: Any) -> bool:
     return is_cast and before.shape == after.shape and before.stride() == after.stride()
 
 
-def is_checkpoint(node: fx.Node) -> bool:
-    return node.target is _CHECKPOINT
-
-
 def region_of(gm: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule, dict[fx.Node, Any]]:
     """The graph of a checkpointed region, and its placeholders with what is given for them."""
     body_node: Any = node.args[0]
@@ -274,14 +270,21 @@ def region_of(gm: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule, dict[f
 def _only_read(gm: fx.GraphModule, w: fx.Node) -> bool:
     """Whether a weight certainly does not change inside of the graph: whether all that uses it
     are linears and look-ups."""
+    reading = (_LINEAR, torch.nn.functional.embedding)
+    return all(user.target in reading for user, _ in final_readers(gm, w, _is_transpose))
+
+
+def final_readers(
+    gm: fx.GraphModule, w: fx.Node, is_view: Callable[[Any], bool]
+) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """What reads ``w``, an input of a graph, by way of views or in checkpointed regions, each with
+    the node that it reads."""
     for user in w.users:
-        if _is_transpose(user):
-            fine = _only_read(gm, user)
-        elif user.target is _CHECKPOINT:
+        if is_view(user):
+            yield from final_readers(gm, user, is_view)
+        elif user.target is _CHECKPOINT and w.op == "placeholder":
             body, arguments = region_of(gm, user)
-            fine = all(_only_read(body, p) for p, given in arguments.items() if given is w)
+            for inner in (p for p, given in arguments.items() if given is w):
+                yield from final_readers(body, inner, is_view)
         else:
-            fine = user.target in (_LINEAR, torch.nn.functional.embedding)
-        if not fine:
-            return False
-    return True
+            yield user, w
