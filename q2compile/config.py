@@ -371,7 +371,7 @@ def raise_on_unsaved(config: Config) -> None:
         )
 
 
-class CallArguments(Mapping[str, Any]):
+class CallArguments(dict[str, Config]):
     """The arguments of one torch.compile call, as the backend read them: {"options": a Config}.
 
     Dynamo runs a graph again that an equal call compiled, and calls are equal if their arguments
@@ -382,17 +382,12 @@ class CallArguments(Mapping[str, Any]):
     """
 
     def __init__(self, config: Config) -> None:
+        super().__init__(options=config)
         self._config = config
         self._equal: dict[Any, bool] = {}  # what other arguments say -> whether they mean the same
 
-    def __getitem__(self, key: str) -> Config:
-        return {"options": self._config}[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(("options",))
-
-    def __len__(self) -> int:
-        return 1
+    def __ne__(self, other: object) -> bool:
+        return not self == other
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Mapping):
@@ -416,9 +411,6 @@ class CallArguments(Mapping[str, Any]):
             return False  # Dynamo calls the backend then, and that raises it
 
     __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:  # torch shows it where it says why it compiles again
-        return repr(dict(self))
 
 
 def _check_kernel_names(what: str, names: Sequence[str]) -> None:

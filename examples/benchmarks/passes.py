@@ -72,6 +72,8 @@ EXPERTS: dict[str, Options] = {
 } | {
     "gather_scattered": _without("gather_scattered"),
     "recompute_mask": _without("recompute_mask"),
+    "concatenate_last": _without("concatenate_last"),
+    "quantize_rows_once": _without("quantize_rows_once"),
     "unrolled_sums": {"inductor": {"unroll_reductions_threshold": 8}},
 }
 
