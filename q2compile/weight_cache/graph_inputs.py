@@ -127,7 +127,7 @@ class CachedInputs:
 def maker(
     makers: dict[Any, Callable[..., Any]], form: CodesLayout, w: Tensor, compile_form: CompileForm
 ) -> Callable[..., Any]:
-    """What makes the codes of weights like ``w``, compiled once."""
+    """The compiled function that makes the codes of weights like ``w``, made once."""
     key = form, w.shape, w.stride(), w.dtype, w.device
     if key not in makers:
         with compiling_apart(w) as like:
@@ -277,8 +277,8 @@ def _only_read(gm: fx.GraphModule, w: fx.Node) -> bool:
 def final_readers(
     gm: fx.GraphModule, w: fx.Node, is_view: Callable[[Any], bool]
 ) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """What reads ``w``, an input of a graph, by way of views or in checkpointed regions, each with
-    the node that it reads."""
+    """The readers of ``w``, an input of a graph, by way of views or in checkpointed regions, each
+    with the node that it reads."""
     for user in w.users:
         if is_view(user):
             yield from final_readers(gm, user, is_view)
