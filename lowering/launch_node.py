@@ -2,8 +2,8 @@
 """The node of a call in generated code that enqueues launches. Base of the nodes in launches.py and
 prologue/fused_launches.py.
 
-It mutates buffers that were allocated for it, as a user's Triton kernel does; all supported
-versions of torch have such nodes. (An out variant of each op would need a second schema.)"""
+It has several outputs, which Inductor allocates for it. (A node of the scheduler for each of them,
+which the launches mutate, would double the time that a graph is scheduled.)"""
 
 from __future__ import annotations
 
@@ -16,27 +16,48 @@ from torch._inductor import ir
 from torch._inductor.virtualized import V
 
 
+class LaunchOutput(ir.InputsKernel):
+    """A result of launches. Inductor allocates it before the call of the node that writes it. (The
+    base is of those that Inductor takes as tensors in memory.)"""
+
+    def __init__(self, like: torch.Tensor) -> None:
+        size, stride = map(ir.convert_shape_to_inductor, (like.size(), like.stride()))
+        layout = ir.FixedLayout(like.device, like.dtype, size, stride)
+        super().__init__(name=None, layout=layout, inputs=[])
+        self.name = V.graph.register_buffer(self)
+        self.writer: LaunchNode | None = None
+
+    def get_defining_op(self) -> ir.Operation | None:
+        return self.writer
+
+    def should_allocate(self) -> bool:
+        return True
+
+    @property
+    def is_read(self) -> bool:
+        """Whether a node reads it. Asked when code is generated."""
+        return self.name not in V.graph.removed_buffers
+
+
 class LaunchNode(ir.ExternKernel):
     """A call of a call site, which is defined at the top of generated code. It enqueues launches
     that write into buffers allocated for them.
 
-    tensors: its operands; buffers: its results. Both are inputs of an extern kernel."""
+    tensors: its operands; buffers: its results."""
 
     _imports: tuple[str, ...]  # lines of generated code
     _prefix: str  # prefix of the names of call sites of this kind
 
-    def __init__(self, tensors: Sequence[Any], buffers: Sequence[Any]) -> None:
-        inputs = [*tensors, *buffers]
-        self._device = inputs[-1].get_device()
-        super().__init__(None, ir.NoneLayout(device=self._device), inputs)
+    def __init__(self, tensors: Sequence[Any], buffers: Sequence[LaunchOutput]) -> None:
+        self._device = [*buffers, *tensors][0].get_device()
+        super().__init__(None, ir.NoneLayout(device=self._device), list(tensors))
         self._tensors, self._buffers = list(tensors), list(buffers)
-        self.mutation_outputs = [
-            ir.MutationOutput(ir.NoneLayout(device=self._device), b, self) for b in buffers
-        ]
+        for buffer in buffers:
+            buffer.writer = self
         V.graph.register_operation(self)
 
     def get_outputs(self) -> list[ir.Buffer]:
-        return list(self.mutation_outputs)
+        return [*self._buffers]
 
     def get_device(self) -> torch.device | None:
         return self._device
@@ -54,7 +75,7 @@ class LaunchNode(ir.ExternKernel):
         counts[self._prefix] += 1
         root.header.writeline(f"{name} = {site}")
         self.codegen_comment(wrapper, name)
-        call_args = [*call_args, *(b.codegen_reference() for b in self._buffers)]
+        call_args = [*call_args, *(b.get_name() for b in self._buffers if b.is_read)]
         wrapper.writeline(f"{name}({', '.join(call_args)})")
 
 

@@ -180,7 +180,7 @@ class FusedLaunches(LaunchNode):
         sources = [V.graph.get_buffer(name) for name in found.buffers]
         operands = [*map(ir.InputsKernel.unwrap_storage_for_input, sources)]
         operands += map(unwrapped, tensors_of(members))
-        super().__init__(operands, [*map(unwrapped, buffers_of(members))])
+        super().__init__(operands, buffers_of(members))
 
     def codegen(self, wrapper: Any) -> None:
         expression, buffers = self._found
