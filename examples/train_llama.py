@@ -41,6 +41,8 @@ from pretraining.training import Rhythm, Setup
 
 import q2compile
 
+# By device: --size, --batch and --seq. On a GPU, layers are as wide as FP8 and FP4 need to pay off.
+DEFAULTS = {"cpu": ("demo", 4, 256), "cuda": ("wide", 16, 512)}
 VALIDATION_SHARE = 0.05  # of the text, held out before the tokenizer is trained
 
 
@@ -123,10 +125,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     text = "a text file or a folder of text files, instead of Python's sources"
     add("--data", type=Path, help=text)
     add("--out", type=Path, default=Path("runs/train_llama"), help="the folder to write into")
-    add("--size", choices=SIZES, default="demo", help="model size")
+    add("--size", choices=SIZES, help="model size: demo on a CPU, wide on a GPU")
     add("--steps", type=positive, default=120, help="steps to train")
-    add("--batch", type=positive, default=4, help="sequences per step")
-    add("--seq", type=positive, default=256, help="tokens per sequence")
+    add("--batch", type=positive, help="sequences per step: 4 on a CPU, 16 on a GPU")
+    add("--seq", type=positive, help="tokens per sequence: 256 on a CPU, 512 on a GPU")
     add("--vocab", type=positive, default=1024, help="vocabulary size; 256 means plain bytes")
     add("--lr", type=float, help="peak learning rate, if not the one for --size")
     add("--seed", type=int, default=0, help="seed of the weights, data order and rounding")
@@ -152,6 +154,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--vocab: got {args.vocab}; allowed: 256 or more, one entry per byte")
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    size, batch, seq = DEFAULTS["cuda" if args.device.startswith("cuda") else "cpu"]
+    args.size, args.batch, args.seq = args.size or size, args.batch or batch, args.seq or seq
     return args
 
 

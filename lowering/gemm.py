@@ -10,8 +10,8 @@ allocates its result, chooses its kernel and fuses its readers, as for any other
     grouped_gemm(a.., b.., ...) ->   grouped_mm(A, B, ends)                     power-of-two scales
 
 A dequantized operand is written by its quantizer (scheme@bf16), or made from its codes: once for
-all GEMMs that read it, and for both operands of a GEMM by one launch. A global scale that is a
-power of two is part of the dequantized operand, exactly; another one is applied to the product.
+all GEMMs that read it. A global scale that is a power of two is part of the dequantized operand,
+exactly; another one is applied to the product.
 
 In the second form the kernel returns fp32. Inductor fuses alpha and bias with the next operation,
 which reads the value before it is rounded to dtype, as in any other fusion."""
@@ -34,7 +34,7 @@ from q2compile.graph.gemms import (
     ungathered,
 )
 from q2compile.lowering.gathered import gathered
-from q2compile.lowering.launches import launch, launch_batched, launches_of
+from q2compile.lowering.launches import launch, launches_of
 from q2compile.lowering.member import OpCall
 from q2compile.lowering.state import lowering_state
 from q2compile.runtime_kernels.cuda.gemm.scaled_mm import UNIT, adds_bias
@@ -171,58 +171,25 @@ class GemmOperand(NamedTuple):
         return state.gathered[key]
 
 
-class _Source(NamedTuple):
-    """The source of a dequantized operand: the node of its codes, and the arguments of
-    q2::dequantize."""
-
-    codes: fx.Node
-    args: tuple
-
-
 def operands(gemm: fx.Node) -> list[GemmOperand]:
     """Both operands of the emulated GEMM that is lowered: dequantized once, and not gathered."""
+    return [_operand(gemm, first, at) for first, at in OPERANDS]
+
+
+def _operand(gemm: fx.Node, first: int, at: int) -> GemmOperand:
+    """An operand. first, at: positions of its codes and its scheme."""
     known = lowering_state().dequantized
-    sources = [_source(gemm, first, at) for first, at in OPERANDS]
-    missing = {s.codes: s.args for s in sources if s.codes not in known}
-    op = torch.ops.q2.dequantize.default
-    if len({_variant(args) for args in missing.values()}) == 1:
-        made = launch_batched(op, [*missing.values()])
-    else:
-        made = [launches_of(op, *args) for args in missing.values()]
-    known.update(zip(missing, made, strict=True))
-    return [
-        GemmOperand(known[source.codes], source.codes, gather_of(gemm.args[first]))
-        for (first, _), source in zip(OPERANDS, sources, strict=True)
-    ]
-
-
-def _source(gemm: fx.Node, first: int, at: int) -> _Source:
-    """The source of an operand. first, at: positions of its codes and its scheme."""
     node, scales_node, global_scale_node = ungathered(gemm, first)
     gather, lowered = gather_of(gemm.args[first]), cast(Any, V.graph.env)
-    global_scale = lowered.get(global_scale_node)
-    if gather is None:
-        codes, scales = lowered[node], lowered[scales_node]
-    else:  # which may have been the last to read them
-        codes, scales, _ = lowering_state().ungathered[gather]
-    scheme = str(gemm.args[at])
-    spec = get_scheme(scheme)
-    if spec.dequantized:
-        lowering_state().dequantized[node] = codes
-        return _Source(node, ())
-    cols = 2 * codes.get_size()[1]
-    args = (
-        codes,
-        scales,
-        global_scale if spec.has_pow2_scale else None,
-        scheme,
-        cols,
-        torch.bfloat16,
-    )
-    return _Source(node, args)
-
-
-def _variant(args: tuple) -> tuple[str, bool]:
-    """Key of a call of q2::dequantize: calls with equal keys can be one launch."""
-    spec = get_scheme(args[3])
-    return spec.format, spec.block[0] == 1
+    if node not in known:
+        if gather is None:
+            codes, scales = lowered[node], lowered[scales_node]
+        else:  # which may have been the last to read them
+            codes, scales, _ = lowering_state().ungathered[gather]
+        scheme = str(gemm.args[at])
+        spec, known[node] = get_scheme(scheme), codes
+        if not spec.dequantized:
+            factor = lowered.get(global_scale_node) if spec.has_pow2_scale else None
+            how = scheme, 2 * codes.get_size()[1], torch.bfloat16
+            known[node] = launches_of(torch.ops.q2.dequantize.default, codes, scales, factor, *how)
+    return GemmOperand(known[node], node, gather)

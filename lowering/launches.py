@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import sympy
 import torch
@@ -21,7 +21,7 @@ from q2compile.graph.gemms import is_read
 from q2compile.graph.launch_groups import global_scales
 from q2compile.graph.node_meta import ALPHA_FROM
 from q2compile.graph.nodes import name_of
-from q2compile.lowering.launch_node import LaunchNode, LaunchOutput, call_argument
+from q2compile.lowering.launch_node import AlphaProduct, Launches, LaunchOutput, is_tensor
 from q2compile.lowering.member import Member, OpCall
 from q2compile.lowering.state import lowering_state
 from q2compile.runtime_kernels.choice import choose
@@ -30,10 +30,7 @@ from q2compile.runtime_kernels.cuda.quantize import grouped_launch
 from q2compile.runtime_kernels.cuda.quantize.grouped_check import GROUP
 from q2compile.runtime_kernels.cuda.quantize.grouping import can_share
 from q2compile.runtime_kernels.ops.table import SPLIT_SCALES
-from q2compile.runtime_kernels.registry import as_written, bound, call_op, parameters
-
-_MODULE = "q2compile.runtime_kernels.cuda.call_site"
-_IMPORT = f"from {_MODULE} import CallSite as q2_CallSite, SiteCall as q2_Call, View as q2_View"
+from q2compile.runtime_kernels.registry import bound, call_op
 
 
 def launch(call: OpCall) -> Any:
@@ -57,17 +54,6 @@ def launches_of(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     member, outputs = made
     _enqueue(member)
     return outputs
-
-
-def launch_batched(op: torch._ops.OpOverload, calls: Sequence[Sequence[Any]]) -> list[Any]:
-    """Calls of an op with a batched launch: one launch for all of them, if they consist of launches
-    alone."""
-    made = [each for each in (_member(op, args) for args in calls) if each is not None]
-    if len(made) < len(calls):
-        return [launches_of(op, *args) for args in calls]
-    _enqueue_waiting()
-    Launches([member for member, _ in made])
-    return [outputs for _, outputs in made]
 
 
 def _member(op: torch._ops.OpOverload, args: Sequence[Any]) -> tuple[Member, Any] | None:
@@ -189,16 +175,10 @@ def _enqueue_waiting() -> None:
     if waiting:
         members = list(waiting)
         waiting.clear()
-        Launches(members, _products_of(members))
-
-
-class AlphaProduct(NamedTuple):
-    """alpha, a product of two global scales. own: (member, output) of one; other: the same for the
-    other, or its tensor; buffer: the result."""
-
-    own: tuple[int, int]
-    other: Any
-    buffer: Any
+        products = _products_of(members)
+        if len(members) > 1 or products:
+            choose(GROUP, _group_of(members, products))  # its call site asks again
+        Launches(members, products)
 
 
 def _products_of(members: Sequence[Member]) -> list[AlphaProduct]:
@@ -275,14 +255,6 @@ class OpNode(ir.FallbackKernel):
         return ir.FixedLayout(output.device, output.dtype, size, stride)
 
 
-def is_tensor(arg: Any) -> bool:
-    return isinstance(arg, ir.IRNode)
-
-
-def _is_symbolic(arg: Any) -> bool:
-    return isinstance(arg, sympy.Expr) and not arg.is_number
-
-
 def fakes(args: Sequence[Any]) -> list[Any]:
     """Fake tensors with the sizes and strides that the operands will have."""
     with V.graph.fake_mode:
@@ -311,96 +283,3 @@ def _wanted_outputs(op: torch._ops.OpOverload, count: int, node: fx.Node) -> lis
         return [True] * count
     used = {output.args[1] for output in node.users if is_read(output)}
     return [i in used for i in range(count)]
-
-
-class Launches(LaunchNode):
-    """Enqueues the launches of one call of an op, or of a group that shares launches."""
-
-    _imports = (_IMPORT,)
-    _prefix = "q2_site"
-
-    def __init__(
-        self,
-        members: Sequence[Member],
-        products: Sequence[AlphaProduct] = (),
-    ) -> None:
-        self._members, self._products = members, products
-        if len(members) > 1 or products:
-            choose(GROUP, _group_of(members, products))  # its call site asks again
-        others = [p.other for p in products if is_tensor(p.other)]
-        super().__init__(
-            [*map(unwrapped, (*tensors_of(members), *others))],
-            [*buffers_of(members), *(product.buffer for product in products)],
-        )
-
-    def codegen(self, wrapper: Any) -> None:
-        assert not lowering_state().waiting, "calls still wait to be launched"
-        fixed = self._fixed()
-        tensors = iter(self._tensors)
-        call_args: list[str] = []
-        parts = [text_of(m, wrapper, tensors, call_args, fixed) for m in self._members]
-        others, products = [], []
-        for own, other, _ in self._products:
-            if is_tensor(other):
-                shown, reference = call_argument(next(tensors), fixed)
-                call_args.append(reference)
-                others.append(shown)
-                other = len(others) - 1
-            products.append(f"({own}, {other})")
-        parts += [f"fixed={fixed}"]
-        for name, texts in (("products", products), ("others", others)):
-            if texts:
-                parts.append(f"{name}=({', '.join(texts)},)")
-        self._write(wrapper, f"q2_CallSite({', '.join(parts)})", call_args)
-
-    def _fixed(self) -> bool:
-        """Whether no size is symbolic."""
-        sizes = [a for m in self._members for a in m.args if not is_tensor(a)]
-        for x in (*self._tensors, *self._buffers):
-            sizes += [*x.get_size(), *x.get_stride(), x.get_layout().offset]
-        return not any(map(_is_symbolic, sizes))
-
-
-def tensors_of(members: Sequence[Member]) -> list[Any]:
-    """The operands of these calls."""
-    return [arg for member in members for arg in member.args if is_tensor(arg)]
-
-
-def buffers_of(members: Sequence[Member]) -> list[LaunchOutput]:
-    """The buffers for their outputs."""
-    return [buffer for member in members for buffer in member.buffers if buffer is not None]
-
-
-def text_of(
-    member: Member, wrapper: Any, tensors: Iterator[Any], call_args: list[str], fixed: bool
-) -> str:
-    """The text of a member in its call site. Arguments of its calls go to `call_args`. tensors:
-    operands of this and of later members."""
-    shown: dict[str, Any] = {}
-    for (name, _), arg in zip(parameters(member.op), member.args, strict=True):
-        shown[name] = arg
-        if is_tensor(arg):
-            text, reference = call_argument(next(tensors), fixed)
-        elif _is_symbolic(arg):
-            text, reference = "...", wrapper.codegen_sizevar(arg)
-        else:
-            continue
-        shown[name] = Shown(text)
-        call_args.append(reference)
-    args, keywords = as_written(member.op, shown)
-    wanted = ", ".join(str(int(b is not None and b.is_read)) for b in member.buffers)
-    of = [repr(member.op), f"({', '.join(map(repr, args))},)", f"({wanted},)"]
-    of += [f"{name}={arg!r}" for name, arg in keywords.items()]
-    return f"q2_Call({', '.join(of)})"
-
-
-class Shown(str):
-    """The text of an argument in generated code."""
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
-def unwrapped(x: Any) -> Any:
-    """The buffer of a tensor, which is realized."""
-    return ir.InputsKernel.unwrap_storage_for_input(ir.ExternKernel.realize_input(x))

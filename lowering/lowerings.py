@@ -61,7 +61,7 @@ EMITTERS: dict[str, dict[str, Emitter]] = {
     SPLIT_SCALES: {},
     DEQUANTIZE: {INDUCTOR: fp8.dequantize},
     TO_E4M3: {},
-    TRANSPOSE: {INDUCTOR: fp8.transpose},
+    TRANSPOSE: {},
     MASKED_UNROTATE: {},
     GEMM_MASKED_UNROTATE: {},
     PADDED_ENDS: {},

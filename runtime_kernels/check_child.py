@@ -198,7 +198,6 @@ class Checker:
                     return unable
                 continue
             except _NoAnswer as silence:
-                pid = self._child.pid if self._child else None
                 how, waited = self.end_child(), silence.args[0] if silence.args else None
             if not began:
                 if fresh or waited is not None:  # it fails at something else than a kernel
@@ -208,7 +207,7 @@ class Checker:
             if waited is not None:
                 why = f"its self-check did not end within {waited:.0f} s"
             for each, _ in began:
-                check_results.unmark(each, pid)
+                check_results.take_unended(each)
             last, at = began[-1]
             rejection = check_results.strike(last, why, at, last.check in struck)
             struck.add(last.check)

@@ -2,11 +2,11 @@
 """Results of self-checks on a GPU like this one, stored on disk beside the cubins. Each check has a
 file, named by a hash of the check, the device, the versions and the sources.
 
-    OP-HASH.checked               whether the kernel passed, or why it is rejected; or a strike
-    OP-HASH.PID-NAMESPACE.checking    a process is at the check now
+    OP-HASH.checked             whether the kernel passed, or why it is rejected; or a strike
+    OP-HASH.PID-TOKEN.checking  locked by a process that is at the check now
 
 So a kernel is checked once on a machine, not in each process. The second file is written before the
-kernel runs. If it is there and its process is not, the check ended without an answer. A kernel that
+kernel runs. If nobody locks it, its process ended without an answer to the check. A kernel that
 crashed the machine looks like a job that was killed in the meantime, so this is a strike: the check
 runs again, and the second strike within a day rejects the kernel.
 
@@ -22,12 +22,12 @@ import hashlib
 import json
 import logging
 import os
-import socket
+import secrets
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import torch
 
@@ -35,16 +35,17 @@ from q2compile.runtime_kernels.cache_folder import cache_dir
 from q2compile.runtime_kernels.kernel_states import KNOWN, Result, rejected
 from q2compile.runtime_kernels.versions import versions
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 LOG = logging.getLogger("q2compile")
 Check = tuple  # an op, the kernel's name, the device, and with what
 _KERNELS = Path(__file__).parent
 _SUFFIXES = (".py", ".cu", ".cuh")
-# After this many seconds a check has ended, or its process was killed for exceeding the time limit.
-_LONGEST = 300.0
 _DAY = 24 * 3600.0  # after which a rejection that may have come from the moment is not believed
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_NAMESPACE = Path("/proc/self/ns/pid")
-_PROCESSES = Path("/proc")
+_MARKS: dict[Check, tuple[Path, IO[str]]] = {}  # of this process
 
 
 class Request(NamedTuple):
@@ -172,29 +173,43 @@ def forget_rejections() -> list[str]:
 
 
 def mark(request: Request) -> None:
-    """Marks that this process runs the check."""
-    pid = os.getpid()
-    parts = {"where": _where(), "started": _started(pid), "time": time.time()}
-    write(_marker(request, pid), **parts)
+    """Marks that this process runs the check, by a file that is locked until the process ends,
+    however it does: in other containers and on other machines, too. Where no file can be locked
+    there is no mark."""
+    unmark(request)
+    own = f".{os.getpid()}-{secrets.token_hex(4)}"
+    path = _path(request).with_suffix(f"{own}.checking")
+    unfinished = path.with_suffix(".unfinished")
+    try:
+        file = unfinished.open("w", encoding="utf-8")
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        file.write(json.dumps({"time": time.time()}))
+        file.flush()
+        os.replace(unfinished, path)
+        _MARKS[request.check] = path, file
+    except (OSError, AttributeError):
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
 
 
-def unmark(request: Request, pid: int | None = None) -> None:
-    """Removes that mark, by default of this process."""
-    with suppress(OSError):
-        _marker(request, os.getpid() if pid is None else pid).unlink(missing_ok=True)
+def unmark(request: Request) -> None:
+    """Removes that mark."""
+    with suppress(OSError, KeyError):
+        path, file = _MARKS.pop(request.check)
+        with file:
+            path.unlink(missing_ok=True)
 
 
 def take_unended(request: Request) -> float | None:
     """When the last process that ended while it ran the check had begun it; None if none did. Their
     marks are removed, and a mark that another process has removed is that one's."""
     path, began = _path(request), []
-    with suppress(OSError):
-        for marker in path.parent.glob(f"{path.stem}.*.checking"):
+    for marker in path.parent.glob(f"{path.stem}.*.checking"):
+        with suppress(OSError, AttributeError), marker.open("r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if its process is running
             known = _read(marker)
-            if not _is_alive(marker, known):
-                with suppress(FileNotFoundError):
-                    marker.unlink()
-                    began.append(float(known.get("time", 0.0)))
+            marker.unlink()
+            began.append(float(known.get("time", 0.0)))
     return max(began, default=None)
 
 
@@ -206,43 +221,6 @@ def named(device: torch.device) -> tuple[str, int, int]:
     return properties.name, properties.major, properties.minor
 
 
-def _is_alive(marker: Path, known: dict[str, Any]) -> bool:
-    """Whether the process of a mark is running. Of a process that this one can't see (on another
-    machine or in another container that shares the folder, or before a reboot) only the age of the
-    mark is known."""
-    try:
-        if time.time() - marker.stat().st_mtime > _LONGEST:
-            return False
-    except OSError:
-        return False
-    if known.get("where") != _where():
-        return True
-    pid = int(marker.name.split(".")[-2].partition("-")[0])
-    return not known.get("started") or known["started"] == _started(pid)
-
-
-def _where() -> list[str]:
-    """A name of the process ids that this process sees. Containers often have equal host names,
-    each with process ids of its own."""
-    names = [socket.gethostname()]
-    with suppress(OSError):
-        names.append(_BOOT_ID.read_text().strip())
-    with suppress(OSError):
-        names.append(os.readlink(_NAMESPACE))
-    return names
-
-
-def _started(pid: int) -> str:
-    """When a running process began, in ticks; "" if there is none. Process ids are reused. A
-    process that was killed and not yet waited for, as in containers without an init, is not
-    running."""
-    try:
-        fields = (_PROCESSES / str(pid) / "stat").read_text().rpartition(")")[2].split()
-        return "" if fields[0] in "ZX" else fields[19]
-    except (OSError, IndexError):
-        return ""
-
-
 def _path(request: Request) -> Path:
     op, name, device, *what = request.check
     key = hashlib.sha256()
@@ -250,11 +228,6 @@ def _path(request: Request) -> Path:
     for part in (op, name, *what, *named(device), *versions(), sources):
         key.update(f"{part!r}\0".encode())
     return cache_dir() / f"{op}-{key.hexdigest()[:24]}.checked"
-
-
-def _marker(request: Request, pid: int) -> Path:
-    where = hashlib.sha256("".join(_where()).encode()).hexdigest()[:8]
-    return _path(request).with_suffix(f".{pid}-{where}.checking")
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -28,7 +28,6 @@ from q2compile.runtime_kernels.ops.table import (
     GROUPED_GEMM,
     GROUPED_MM,
     MASKED_UNROTATE,
-    PADDED_ENDS,
     QUANTIZE,
     REQUANTIZE,
     SPECS,
@@ -58,7 +57,6 @@ PRODUCTS = (GEMM, GEMM_MASKED_UNROTATE, GROUPED_GEMM, GROUPED_MM)
 _OUTPUTS = {
     DEQUANTIZE: ("elements",),
     MASKED_UNROTATE: ("elements",),
-    PADDED_ENDS: ("ends",),
     "signs": ("signs",),
     SPLIT_SCALES: ("scales", "global scale"),
     TO_E4M3: ("elements", "scale"),
@@ -222,8 +220,6 @@ def arguments(form: Form, rows: int = ROWS[0], width: int = _WIDTH) -> tuple:
     if form.op == MASKED_UNROTATE:
         mask = pack_bits(_matrix(rows, _CHUNKS).roll(1, 1) > 0)
         return _matrix(rows, _CHUNKS, of["grad"]), mask, of["transform"]
-    if form.op == PADDED_ENDS:
-        return _ends(rows), of["filled"]
     if form.op == "signs":
         return _seed(), of["transform"]
     if form.op == SPLIT_SCALES:
@@ -333,12 +329,6 @@ def _quantized(scheme: str, rows: int, width: int = _WIDTH) -> tuple[torch.Tenso
 
 def _seed(number: int = 0) -> torch.Tensor:
     return torch.tensor(0x123456789ABCDEF + number, device="cpu")
-
-
-def _ends(groups: int) -> torch.Tensor:
-    """The ends of groups of 0 to 198 rows."""
-    sizes = 99 * torch.arange(groups, dtype=torch.int32, device="cpu").remainder(3)
-    return sizes.cumsum(0, dtype=torch.int32)
 
 
 def _groups() -> tuple[torch.Tensor, torch.Tensor]:

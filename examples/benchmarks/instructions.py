@@ -21,7 +21,11 @@ from q2compile.cost_model.quantizers import BF16, ROWS_UNROTATED, Quantizer
 from q2compile.cost_model.rates import ISSUED, PIPES, lanes
 from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
-from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import SOURCES, rotate_launch
+from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
+    SOURCES,
+    RotatingKernel,
+    rotate_launch,
+)
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.numerics.transforms import get_transform
 from q2compile.tools.bench.cases import CASES
@@ -46,7 +50,8 @@ def main_launch(case: Quantizer) -> Launch:
     source = SOURCES[scheme.format if scheme else torch.bfloat16]
     directions = DIRECTIONS["col" if case.kind == "requantize" else case.kind]
     how = get_transform(case.transform), case.spec, *directions
-    return rotate_launch(source, *how, rotates_rows=case.kind != ROWS_UNROTATED)
+    kernel = RotatingKernel(source, *how, rotates_rows=case.kind != ROWS_UNROTATED)
+    return rotate_launch(kernel)
 
 
 def count(case: Quantizer, architecture: str) -> tuple[float, float]:

@@ -6,6 +6,7 @@ Each computes what `nn.Linear` computes, and changes only what q2compile quantiz
 
     mean_split       y = Q(x - m) Q(w)ᵀ + m wᵀ     m [K], the mean of x over all tokens of the batch
     x_alone, w_alone y = Q(x) wᵀ, x Q(w)ᵀ          in BF16, with the gradients of x wᵀ
+    x_in_fp8         y = Q8(x) Q(w)ᵀ               Q8 is e4m3; the backward is of these
     direct           y = Q(x) Q(w)ᵀ                the control: by the op that the following call
     balanced         y = Q(x / d) Q(w d)ᵀ          d [K], from mean squares of the columns
     fixed_balance    y = Q(x / d) Q(w d)ᵀ          d of the first batch after the stem
@@ -81,11 +82,7 @@ class OneOperandLinear(QuantizedLinear):
     def round(self, operand: Tensor) -> Tensor:
         x_text, w_text = self.texts[0].split(" @ ")
         scheme = Operand.parse({"x": x_text, "w": w_text}[self.rounded]).scheme
-        matrix = operand.detach().flatten(0, -2)
-        made = torch.ops.q2.quantize(matrix, scheme=scheme, rowwise=True, columnwise=False)
-        size = operand.shape[-1]
-        rounded = torch.ops.q2.dequantize(*made[:3], scheme, size, operand.dtype)
-        return rounded.view(operand.shape)
+        return _rounded(operand.detach(), scheme)
 
 
 class XAloneLinear(OneOperandLinear):
@@ -94,6 +91,27 @@ class XAloneLinear(OneOperandLinear):
 
 class WAloneLinear(OneOperandLinear):
     rounded = "w"
+
+
+class XInFP8Linear(QuantizedLinear):
+    """x [..., K] -> [..., N] as in the recipe, but x is rounded to e4m3 in fprop.
+
+    The backward quantizes the values that fprop multiplied, as Quartet II's does.
+    """
+
+    def multiply(self, x: Tensor, w: Tensor) -> Tensor:
+        w_scheme = Operand.parse(self.texts[0].split(" @ ")[1]).scheme
+        values = _rounded(x.bfloat16(), "fp8"), _rounded(w.bfloat16(), w_scheme)
+        backward = [text.replace("requantize>", "") for text in self.texts[1:]]  # of these values
+        return torch.ops.q2.linear(*values, self.bias, "bf16", *backward, self.seed_index)
+
+
+def _rounded(operand: Tensor, scheme: str) -> Tensor:
+    """The operand's quantized values [..., K], with the gradient of the operand itself."""
+    matrix = operand.detach().flatten(0, -2)
+    made = torch.ops.q2.quantize(matrix, scheme=scheme, rowwise=True, columnwise=False)
+    values = torch.ops.q2.dequantize(*made[:3], scheme, operand.shape[-1], operand.dtype)
+    return values.view(operand.shape) + (operand - operand.detach())  # the difference is zero
 
 
 class BalancedLinear(QuantizedLinear):
@@ -185,6 +203,7 @@ LINEARS: Mapping[str, type[nn.Linear]] = {
     "mean_split": MeanSplitLinear,
     "x_alone": XAloneLinear,
     "w_alone": WAloneLinear,
+    "x_in_fp8": XInFP8Linear,
     "direct": QuantizedLinear,
     "balanced": BalancedLinear,
     "fixed_balance": FixedBalanceLinear,

@@ -25,11 +25,12 @@ class ModelSize:
 
 
 # 30m is the smallest model of the Quartet II paper (arXiv 2601.22813). The others are choices of
-# these examples; demo is wide and shallow so that on a CPU its time goes into matrix products and
-# little of it into compiling.
+# these examples; demo (for a CPU) and wide (for a GPU) have few and wide layers, so that their time
+# goes into matrix products and little of it into compiling.
 SIZES = {
     "tiny": ModelSize(hidden=64, layers=1, heads=2, intermediate=128, learning_rate=3e-3),
     "demo": ModelSize(hidden=512, layers=2, heads=8, intermediate=1536, learning_rate=5e-4),
+    "wide": ModelSize(hidden=4096, layers=2, heads=32, intermediate=14336, learning_rate=2e-4),
     "10m": ModelSize(hidden=384, layers=6, heads=3, intermediate=1024, learning_rate=1.2e-3),
     "30m": ModelSize(hidden=640, layers=6, heads=5, intermediate=1792, learning_rate=1.2e-3),
     "100m": ModelSize(hidden=1024, layers=8, heads=8, intermediate=2816, learning_rate=6e-4),

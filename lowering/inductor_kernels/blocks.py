@@ -10,13 +10,12 @@ cache sectors for each load of a warp."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import starmap
 from typing import Any, Literal
 
 import sympy
 import torch
 from torch._inductor import ir
-from torch._inductor.lowering import fallback_handler, view
+from torch._inductor.lowering import fallback_handler
 from torch._inductor.virtualized import V, ops
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
@@ -67,7 +66,7 @@ class ReducedBlocks:
         return self._reduction(kind, inner, self.grid, sizes)
 
     def pack(self, code: OfElement) -> ir.TensorBox:
-        """The codes, int32 in [0, 16) or as of `packed.codes`, packed: uint8 [M, blocks * width/2].
+        """The codes, int32 in [0, 16) or as of `packed.codes`, packed: uint8 [M, blocks * 8].
 
         Sums of code * 16^position in int32, one for each 8 codes: products and sums are one
         instruction of the multiply-add pipe, where shifts would wait for the integer pipe.
@@ -90,7 +89,7 @@ class ReducedBlocks:
 
             return self._reduction("sum", inner, per_row, [self.width]).make_loader()
 
-        return self._joined([word(index) for index in range(self.width // NIBBLES)])
+        return self._joined(word(0), word(1))
 
     def load(self, row: sympy.Expr, column: sympy.Expr) -> Value:
         """x[row, column] as fp32, 0 outside."""
@@ -115,34 +114,24 @@ class ReducedBlocks:
             return self.over_blocks("max", lambda x, _, column: packed.largest(x, column))
         return self.over_blocks("max", lambda x, *_: magnitude_bits(x))
 
-    def _joined(self, words: list[PerBlock]) -> ir.TensorBox:
-        """The int32 words of each row of each block, 8 codes per word -> uint8 [M, blocks *
-        width/2].
+    def _joined(self, low: PerBlock, high: PerBlock) -> ir.TensorBox:
+        """Two int32 words of each row of each block, 8 codes per word -> uint8 [M, blocks * 8],
+        stored together."""
 
-        Stored two at a time. The pairs of a block of 32 are two stores into one buffer, which
-        Inductor generates in one kernel."""
-
-        def pair(low: PerBlock, high: PerBlock) -> ir.TensorBox:
-            def inner(place: Index) -> Value:
-                place = place[:2]
-                mask = ops.constant(0xFFFFFFFF, torch.int64)
-                lower = ops.bitwise_and(ops.to_dtype(low(place), torch.int64), mask)
-                upper = ops.to_dtype(high(place), torch.int64)
-                shift = ops.constant(32, torch.int64)
-                return ops.bitwise_or(lower, ops.bitwise_left_shift(upper, shift))
-
-            ranges = [self.rows, self.grid[1], *([1] if len(words) > 2 else [])]
-            return ir.Pointwise.create(
-                device=self.device, dtype=torch.int64, inner_fn=inner, ranges=ranges
-            )
+        def inner(place: Index) -> Value:
+            mask = ops.constant(0xFFFFFFFF, torch.int64)
+            lower = ops.bitwise_and(ops.to_dtype(low(place), torch.int64), mask)
+            upper = ops.to_dtype(high(place), torch.int64)
+            shift = ops.constant(32, torch.int64)
+            return ops.bitwise_or(lower, ops.bitwise_left_shift(upper, shift))
 
         # Inductor's mark for contiguous rows: wide buffers could otherwise get padded rows.
         V.current_node.meta["dislike_padding"] = True
-        first, *others = starmap(pair, zip(words[::2], words[1::2], strict=True))
-        if not others:
-            return reinterpreted(first, torch.uint8)
-        bytes_ = reinterpreted(_interleaved([first, *others]), torch.uint8)
-        return view(bytes_, [self.rows, self.grid[1] * self.width // 2])
+        ranges = [self.rows, self.grid[1]]
+        pairs = ir.Pointwise.create(
+            device=self.device, dtype=torch.int64, inner_fn=inner, ranges=ranges
+        )
+        return reinterpreted(pairs, torch.uint8)
 
     def computed_once(self, dtype: torch.dtype, fn: PerBlock) -> PerBlock:
         """fn of every block, computed once (a buffer of its own)."""
@@ -154,8 +143,7 @@ class ReducedBlocks:
         bytes_ = self.per_block(torch.uint8, byte)
         if scheme.swizzled:
             bytes_ = self._swizzled(bytes_)
-        nvfp4 = scheme.format == "nvfp4"
-        return reinterpreted(bytes_, torch.float8_e4m3fn if nvfp4 else torch.float8_e8m0fnu)
+        return reinterpreted(bytes_, torch.float8_e4m3fn)
 
     def _swizzled(self, bytes_: ir.TensorBox) -> ir.TensorBox:
         """[rows, blocks] -> [tiles, 512] (runtime_kernels/numerics/swizzle.py)."""
@@ -206,27 +194,6 @@ class ReducedBlocks:
         )
         box.realize()
         return box
-
-
-def _interleaved(boxes: Sequence[ir.TensorBox]) -> ir.TensorBox:
-    """Int64 boxes [m, n, 1], each stored into its place of one buffer [m, n, len(boxes)].
-
-    The body of `ConcatKernel.create`, which is for the nodes of a cat alone in torch 2.11.
-    """
-    rows, columns, _ = boxes[0].get_size()
-    layout = ir.FixedLayout(
-        boxes[0].get_device_or_error(), torch.int64, [rows, columns, len(boxes)]
-    )
-    joined = ir.ConcatKernel(name=None, layout=layout, inputs=[])
-    storage = ir.StorageBox(joined)
-    parts = [
-        ir.ConcatKernel.realize_into(box, ir.SliceView.create(storage, 2, i, i + 1, clamp=False))
-        for i, box in enumerate(boxes)
-    ]
-    joined.inputs = ir.ConcatKernel.unwrap_storage(parts)
-    joined.name = V.graph.register_buffer(joined)
-    V.graph.register_operation(joined)
-    return ir.TensorBox(storage)
 
 
 def reinterpreted(box: ir.TensorBox, dtype: torch.dtype) -> ir.TensorBox:

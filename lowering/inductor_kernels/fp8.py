@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inductor kernels of scheme fp8 (runtime_kernels/numerics/fp8.py): its quantizer, whose two
-operands come from one read of x, and the dequantized and the transposed matrix.
-
-All are pointwise, so Inductor fuses them with what produces x, and chooses tiles that read and
-write whole lines rowwise and columnwise.
+"""Inductor kernels of scheme fp8 (runtime_kernels/numerics/fp8.py): its quantizer of rows, and the
+dequantized matrix. Both are pointwise, so Inductor fuses them with what produces x.
 """
 
 from __future__ import annotations
@@ -28,7 +25,6 @@ from q2compile.lowering.inductor_kernels.fp32 import (
 from q2compile.lowering.member import OpCall
 from q2compile.runtime_kernels.numerics.fp8 import EIGHT, EXPONENT, LEAST, QUARTER
 from q2compile.runtime_kernels.numerics.layout import ceil_div
-from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.ops.table import QuantizerCall
 
 Box = Any  # ir.TensorBox
@@ -36,7 +32,7 @@ _CODES = torch.float8_e4m3fn
 
 
 def quantize(call: QuantizerCall) -> tuple[Box, ...]:
-    """The outputs of a call with an amax."""
+    """The outputs of a rowwise call with an amax."""
     x, load_amax = call.x, call.args["amax"].make_loader()
     scale = _pointwise(x, torch.float32, [], lambda _: _pow2_of_amax(load_amax([])))
     scale.realize()
@@ -52,11 +48,7 @@ def quantize(call: QuantizerCall) -> tuple[Box, ...]:
         nan = number(float("nan"))
         return ops.to_dtype(ops.where(is_finite(magnitude_bits(value)), rounded, nan), _CODES)
 
-    made: list[Box] = []
-    for operand in call.operands:
-        codes = _laid_out(x, _CODES, code, x.get_size(), call.scheme.width, operand.columnwise)
-        made += [codes, _no_scales(x), scale]
-    return tuple(made)
+    return _in_whole_units(x, code, call.scheme.width), _no_scales(x), scale
 
 
 def dequantize(call: OpCall) -> Box:
@@ -73,39 +65,23 @@ def dequantize(call: OpCall) -> Box:
     return _pointwise(codes, dtype, [codes.get_size()[0], columns], value)
 
 
-def transpose(call: OpCall) -> tuple[Box, Box]:
-    """q2::transpose of fp8."""
-    codes, _, scheme, rows, _ = call.bound
-    size, width = [codes.get_size()[0], rows], get_scheme(scheme).width
-    made = _laid_out(codes, _CODES, codes.make_loader(), size, width, columnwise=True)
-    return made, _no_scales(codes)
-
-
-def _laid_out(
-    like: Box, dtype: torch.dtype, fn: Callable, size: Any, unit: int, columnwise: bool
-) -> Box:
-    """fn over [rows, columns], or its transpose, with the last dimension padded by zeros to whole
-    units; a buffer of its own."""
-    rows, contraction = reversed(size) if columnwise else size
-    width = ceil_div(contraction, unit) * unit
-    whole = V.graph.sizevars.statically_known_multiple_of(contraction, unit)
+def _in_whole_units(like: Box, fn: Callable, unit: int) -> Box:
+    """fn over the matrix, its rows padded by zeros to whole units; a buffer of its own."""
+    rows, columns = like.get_size()
+    whole = V.graph.sizevars.statically_known_multiple_of(columns, unit)
 
     def inner(place: Any) -> Value:
-        row, column = place
-        at = [column, row] if columnwise else [row, column]
         if whole:
-            return fn(at)
-        inside = ops.lt(
-            ops.index_expr(column, torch.int64), ops.index_expr(contraction, torch.int64)
-        )
-        value = ops.masked(inside, lambda: ops.to_dtype(fn(at), torch.float32), 0.0)
-        return ops.to_dtype(value, dtype)
+            return fn(place)
+        inside = ops.lt(ops.index_expr(place[1], torch.int64), ops.index_expr(columns, torch.int64))
+        value = ops.masked(inside, lambda: ops.to_dtype(fn(place), torch.float32), 0.0)
+        return ops.to_dtype(value, _CODES)
 
     # Inductor's mark for contiguous rows: wide buffers could otherwise get padded rows.
     V.current_node.meta["dislike_padding"] = True
-    box = _pointwise(like, dtype, [rows, width], inner)
+    box = _pointwise(like, _CODES, [rows, ceil_div(columns, unit) * unit], inner)
     box.realize()
-    box.freeze_layout()  # Inductor would otherwise lay a transposed copy out as its source
+    box.freeze_layout()
     return box
 
 

@@ -20,10 +20,10 @@ from q2compile.lowering.inductor_kernels import fp32
 from q2compile.lowering.inductor_kernels.blocks import Index, PerBlock, ReducedBlocks
 from q2compile.lowering.inductor_kernels.fp32 import Fp32, Value, integer, number
 from q2compile.lowering.inductor_kernels.rounding import (
-    ComparedScales,
     FourOverSix,
     Quantized,
     Rounding,
+    Scales,
     ScaleSearch,
 )
 from q2compile.runtime_kernels.numerics.schemes import E2M1_MAX, E4M3_MAX, Scheme
@@ -98,7 +98,7 @@ class _Exact:
         return ops.where(ops.eq(code, integer(0)), number(1.0), fp32.e4m3_value(code))
 
 
-def _rounding(blocks: ReducedBlocks, scheme: Scheme, scales: ComparedScales) -> Rounding:
+def _rounding(blocks: ReducedBlocks, scheme: Scheme, scales: Scales) -> Rounding:
     if scheme.steps:
         return ScaleSearch(blocks, scheme, scales)
     return (FourOverSix if scheme.selects else Rounding)(blocks, scheme, scales)

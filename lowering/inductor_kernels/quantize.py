@@ -11,7 +11,7 @@ from torch._inductor import ir
 from torch._inductor.virtualized import V
 
 from q2compile.lowering import launches
-from q2compile.lowering.inductor_kernels import fp8, mxfp4, nvfp4
+from q2compile.lowering.inductor_kernels import fp8, nvfp4
 from q2compile.lowering.inductor_kernels.blocks import ReducedBlocks
 from q2compile.lowering.inductor_kernels.fusion_gain import ComputedOperand
 from q2compile.lowering.inductor_kernels.rounding import Quantized
@@ -52,8 +52,6 @@ def _apart(x: ir.TensorBox) -> ir.TensorBox:
 def _by_inductor(call: QuantizerCall) -> Quantized:
     scheme, amax = call.scheme, call.args["amax"]
     blocks = ReducedBlocks(call.x, scheme.block)
-    if scheme.format == "mxfp4":
-        return mxfp4.quantize(blocks, scheme)
     if amax is not None:
         return nvfp4.quantize_exact(blocks, amax.make_loader(), scheme)
     return nvfp4.quantize_pow2(blocks, scheme)

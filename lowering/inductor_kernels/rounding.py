@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rounding of blocks by their scales to codes, as far as the formats share it.
+"""Rounding of blocks by their scales to codes, for both kinds of scales of nvfp4.py.
 
-A block's scale is held as a small int32, whose meaning is the format's.
+A block's scale is held as a small int32, whose meaning is that kind's.
 """
 
 from __future__ import annotations
@@ -37,10 +37,6 @@ class Scales(Protocol):
 
     def within(self, scaled: Value) -> Value:
         """A scaled magnitude below 7, without a change of what it rounds to."""
-
-
-class ComparedScales(Scales, Protocol):
-    """Scales among which 4/6 or a search selects."""
 
     def ratio(self, four: Value, six: Value) -> Value:
         """The quotient of two scales."""
@@ -100,8 +96,6 @@ class Rounding:
 class _Compared(Rounding):
     """Rounds to nearest, by the one of several scales with the smallest error."""
 
-    scales: ComparedScales
-
     def _errors(self, reciprocal: PerBlock) -> PerBlock:
         """The sum of a block's errors under a scale."""
         return self.blocks.over_blocks("sum", partial(self._error, reciprocal)).make_loader()
@@ -126,7 +120,7 @@ class _Compared(Rounding):
 class FourOverSix(_Compared):
     """Rounds to nearest, by that of two scales with the smaller error: `nvfp4._four_over_six`."""
 
-    def __init__(self, blocks: ReducedBlocks, scheme: Scheme, scales: ComparedScales) -> None:
+    def __init__(self, blocks: ReducedBlocks, scheme: Scheme, scales: Scales) -> None:
         super().__init__(blocks, scheme, scales)
         self._second_code, self._second_reciprocal = self._candidate(scheme.vmax / 1.5)
         errors = [self._errors(r) for r in (self._reciprocal, self._second_reciprocal)]
@@ -159,7 +153,7 @@ class ScaleSearch(_Compared):
     """Rounds to nearest, by the scale with the smallest error among `scheme.steps`:
     `nvfp4._scale_search`."""
 
-    def __init__(self, blocks: ReducedBlocks, scheme: Scheme, scales: ComparedScales) -> None:
+    def __init__(self, blocks: ReducedBlocks, scheme: Scheme, scales: Scales) -> None:
         super().__init__(blocks, scheme, scales)
         first = self._code
         candidates = [

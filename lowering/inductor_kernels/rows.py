@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which calls Inductor kernels serve: rows of the ops' kernels, for `choose`."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from q2compile.runtime_kernels.ops.table import (
     AMAX,
     DEQUANTIZE,
     QUANTIZE,
-    TRANSPOSE,
     QuantizerCall,
 )
 from q2compile.runtime_kernels.registry import CPP, INDUCTOR, REFERENCE
@@ -31,32 +29,26 @@ def why_not_amax(graph: InGraph, x: torch.Tensor) -> str | None:
 def why_not_quantizer(graph: InGraph, *args: Any) -> str | None:
     """It is instead of a CUDA kernel only where that is faster with the producer of x: for rows of
     nvfp4 by their instructions, for those of fp8, which read and write no more than a copy, always.
-    Both directions of fp8 are no faster: the producer is also fused with amax, and computed twice.
     """
     call = QuantizerCall.of(QUANTIZE, args)
     why = why_not_generated(call.x.device, call) or _why_not_empty(call.x)
     if why is not None:
         return why
     slower: str | None = "it is no faster where nothing is fused"
-    if graph.computed is not None and call.scheme.format != "mxfp4" and not call.columnwise:
+    if graph.computed is not None:
         on_gpu = call.x.device.type == "cuda"
         major = capability_of(call.x.device)[0] if on_gpu else 0
         slower = fusion_gain.why_not(call.scheme, ComputedOperand(*graph.computed), major)
     if slower is not None:
-        other = _other_kernel(QUANTIZE, call.replace(recorded=False).positional)
-        if other is not None:
-            return f"{slower}; {other}"
+        other = choose(QUANTIZE, call.replace(recorded=False).positional).name
+        if other not in (CPP, REFERENCE):
+            return f"{slower}; kernel {other!r} serves"
     return None
 
 
-@generated_kernel(TRANSPOSE, INDUCTOR)
-def why_not_transpose(graph: InGraph, *args: Any) -> str | None:
-    return why_not_fp8(graph, *args) or _other_kernel(TRANSPOSE, args)
-
-
 @generated_kernel(DEQUANTIZE, INDUCTOR)
-def why_not_fp8(graph: InGraph, codes: torch.Tensor, scales: Any, *others: Any) -> str | None:
-    scheme = next(each for each in others if isinstance(each, str))
+def why_not_dequantize(graph: InGraph, *args: Any) -> str | None:
+    codes, _, _, scheme, *_ = args
     if not get_scheme(scheme).is_tensorwise:
         return f"there is no Inductor kernel for {scheme}"
     return why_no_conversion(codes.device)
@@ -67,12 +59,6 @@ def why_no_conversion(device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"Triton does not run on {device.type}"
     return why_no_fp8(capability_of(device))
-
-
-def _other_kernel(op: str, args: Sequence[Any]) -> str | None:
-    """A reason in words if a kernel that is no part of Inductor's code serves a call, else None."""
-    other = choose(op, args).name
-    return None if other in (CPP, REFERENCE) else f"kernel {other!r} serves"
 
 
 def _why_not_empty(x: torch.Tensor) -> str | None:
@@ -87,8 +73,8 @@ def why_not_generated(device: torch.device, call: QuantizerCall) -> str | None:
     scheme = call.scheme
     if device.type != "cuda":
         return f"on {device.type} the reference compiles faster than an Inductor kernel"
-    if scheme.is_tensorwise:
-        return _why_not_tensorwise(device, call)
+    if scheme.format == "mxfp4":
+        return f"there is no Inductor kernel for {scheme.name}: none would be faster than cuda's"
     if not call.spec.is_lowered or len(call.operands) > 1 or call.grouped:
         return f"there is no Inductor kernel for {call.label}"
     if call.masked or call.dbias is not None:
@@ -97,16 +83,10 @@ def why_not_generated(device: torch.device, call: QuantizerCall) -> str | None:
         return f"Inductor kernels neither rotate nor transpose, unlike {call.label}"
     if scheme.dequantized:
         return f"{scheme.name} has dequantized operands instead of codes"
+    if scheme.is_tensorwise:
+        if call.args["amax"] is None or call.recorded:
+            return f"the Inductor kernel of {scheme.name} needs an amax and returns no statistics"
+        return why_no_fp8(capability_of(device))
     if scheme.rounding != "rtn":
         return f"{scheme.name} does not round to nearest"
     return None
-
-
-def _why_not_tensorwise(device: torch.device, call: QuantizerCall) -> str | None:
-    """Why Inductor makes no kernel of a call whose scheme has one scale for the tensor; None if it
-    does."""
-    if call.args["amax"] is None or call.rotated or call.grouped or call.scheme.dequantized:
-        return f"the Inductor kernel of {call.scheme.name} needs an amax, unlike {call.label}"
-    if call.recorded or call.dbias is not None:
-        return f"Inductor kernels return no statistics and no dbias, unlike {call.label}"
-    return why_no_fp8(capability_of(device))

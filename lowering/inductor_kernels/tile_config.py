@@ -21,8 +21,8 @@ from torch._inductor.virtualized import V
 
 from q2compile.torch_internals.patches import replaces
 
-_TILE = {"XBLOCK": 128, "num_warps": 2}  # of blocks of 16; as many elements in blocks of 32
-_WIDTHS = (16, 32)
+_TILE = {"XBLOCK": 128, "num_warps": 2}
+_WIDTH = 16  # of a block
 
 
 @replaces("choices")
@@ -42,8 +42,7 @@ class Choices:
         searching = config.max_autotune or config.max_autotune_pointwise
         if kernel_cls is not TritonKernel or searching or not _quantizes(features):
             return kwargs
-        blocks = _TILE["XBLOCK"] * _WIDTHS[0] // int(features.reduction_numel)
-        tile = FixedTritonConfig({**_TILE, **_shared_out(blocks, groups[0])})
+        tile = FixedTritonConfig({**_TILE, **_shared_out(_TILE["XBLOCK"], groups[0])})
         return {**kwargs, "fixed_config": tile, "override_persistent_reduction": True}
 
 
@@ -63,7 +62,7 @@ def _shared_out(blocks: int, sizes: dict[str, Any]) -> dict[str, int]:
 
 def _quantizes(features: Any) -> bool:
     """Whether a kernel reduces over blocks and one of its nodes comes from a quantizing op."""
-    if features.reduction_numel not in _WIDTHS:
+    if features.reduction_numel != _WIDTH:
         return False
     origins = (o for node in features.scheduler_nodes() for o in node.node.get_origins())
     return any(str(origin.target).startswith("q2.") for origin in origins)

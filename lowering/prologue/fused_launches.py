@@ -30,20 +30,11 @@ from q2compile.graph.node_meta import MAY_FUSE, PAIR, READS_THE_SAME
 from q2compile.graph.quantizers import quantizer_of
 from q2compile.graph.views import ELEMENTS, kind_of
 from q2compile.lowering.inductor_kernels.fusion_gain import ComputedOperand
-from q2compile.lowering.launch_node import LaunchNode
-from q2compile.lowering.launches import (
-    Launches,
-    buffers_of,
-    fakes,
-    is_tensor,
-    member_with_outputs,
-    tensors_of,
-    text_of,
-    unwrapped,
-)
-from q2compile.lowering.member import Member, OpCall
+from q2compile.lowering.launch_node import Launches, is_tensor
+from q2compile.lowering.launches import fakes, member_with_outputs
+from q2compile.lowering.member import OpCall
 from q2compile.lowering.prologue import fusion_rule  # noqa: F401  registers kernel "fused"
-from q2compile.lowering.prologue.expressions import CannotFuse, Prologue, pointwise, prologue_of
+from q2compile.lowering.prologue.expressions import CannotFuse, pointwise, prologue_of
 from q2compile.lowering.state import lowering_state
 from q2compile.runtime_kernels.choice import InGraph, choose
 from q2compile.runtime_kernels.cuda.quantize import fused
@@ -142,7 +133,7 @@ def _fused(calls: Sequence[QuantizerNode]) -> list[tuple[Any, ...]]:
         member, made = member_with_outputs(node, call.spec.overload, call.positional)
         members.append(member._replace(args=call.replace(x=None).positional))
         outputs.append(made)
-    FusedLaunches(found, members)
+    Launches(members, prologue=found)
     return outputs
 
 
@@ -163,29 +154,3 @@ def other_readers(node: fx.Node) -> list[str]:
         if not kind_of(read) & ELEMENTS:
             return []
         read, reader = read.args[0], read
-
-
-class FusedLaunches(LaunchNode):
-    """Enqueues the launches of one or two quantizers that compute their operands."""
-
-    _imports = (
-        *Launches._imports,
-        "from q2compile.runtime_kernels.cuda.quantize.prologue_expression "
-        "import PrologueExpression as q2_PrologueExpression",
-    )
-    _prefix = "q2_fused"
-
-    def __init__(self, found: Prologue, members: Sequence[Member]) -> None:
-        self._found, self._members = found, members
-        sources = [V.graph.get_buffer(name) for name in found.buffers]
-        operands = [*map(ir.InputsKernel.unwrap_storage_for_input, sources)]
-        operands += map(unwrapped, tensors_of(members))
-        super().__init__(operands, buffers_of(members))
-
-    def codegen(self, wrapper: Any) -> None:
-        expression, buffers = self._found
-        call_args = [*buffers]
-        tensors = iter(self._tensors[len(buffers) :])
-        parts = [text_of(m, wrapper, tensors, call_args, fixed=True) for m in self._members]
-        parts += ["fixed=True", f"prologue=q2_{expression!r}"]
-        self._write(wrapper, f"q2_CallSite({', '.join(parts)})", call_args)

@@ -191,17 +191,15 @@ def _fp32_gemm(layer: Layer, name: str, fuses: bool) -> Step:
 
 
 def _dequantized(layer: Layer, schemes: dict[str, Scheme]) -> list[Step]:
-    """Dequantizes codes for an emulated GEMM, by one launch, or one for each operand."""
-    packed = {role: scheme for role, scheme in schemes.items() if not scheme.dequantized}
-    alike = len({(scheme.format, scheme.block[0] == 1) for scheme in packed.values()}) == 1
+    """Dequantizes codes for an emulated GEMM."""
     return [
         Step(
             f"dequantize {role}",
             (HIGH + packed_bits(scheme.name)) * layer.elements(role),
-            launches=0 if alike and role != list(packed)[-1] else 1,
             shared_by=layer.users(role),
         )
-        for role, scheme in packed.items()
+        for role, scheme in schemes.items()
+        if not scheme.dequantized
     ]
 
 

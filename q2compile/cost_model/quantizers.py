@@ -16,7 +16,11 @@ import torch
 
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
 from q2compile.runtime_kernels.cuda.quantize import plan
-from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import SOURCES, batched_launch
+from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
+    SOURCES,
+    RotatingKernel,
+    batched_launch,
+)
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, Scheme, get_scheme
 from q2compile.runtime_kernels.numerics.transforms import get_transform
 
@@ -124,17 +128,17 @@ class Quantizer:
 
 @functools.cache
 def _launches(call: Quantizer) -> tuple[Launch, ...]:
-    return plan.launches(
+    kernel = RotatingKernel(
         SOURCES[torch.bfloat16 if call.source == BF16 else get_scheme(call.source).format],
-        call.spec,
         get_transform(call.transform),
-        (call.kind == "row" or call.directions == 2, call.kind != "row"),
+        call.spec,
+        rowwise=call.kind == "row" or call.directions == 2,
+        columnwise=call.kind != "row",
         room=_ROOM,
-        vectors=True,
-        amax_known=False,
         dbias=call.dbias,
         rotates_rows=call.kind != ROWS_UNROTATED,
     )
+    return plan.launches(kernel)
 
 
 def _pow2(scheme: str) -> str:

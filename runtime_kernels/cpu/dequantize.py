@@ -67,31 +67,14 @@ def dequantize(
 
 
 def _no_gemm(*args: Any) -> str | None:
-    a_scheme, b_scheme = args[7:9]
-    if not (get_scheme(a_scheme).has_block_scales and get_scheme(b_scheme).has_block_scales):
+    if not all(each.spec.has_block_scales for each in gemm_op.factors_of(args)):
         return "operands without block scales need only PyTorch's own matmul"
     return None
 
 
 @kernels.cpu_kernel(GEMM, _no_gemm)
-def gemm(
-    a_codes: torch.Tensor,
-    a_scales: torch.Tensor,
-    a_global: torch.Tensor,
-    b_codes: torch.Tensor,
-    b_scales: torch.Tensor,
-    b_global: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    a_scheme: str,
-    b_scheme: str,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+def gemm(*args: Any) -> torch.Tensor:
     """See ops/gemm.py, whose product this is."""
-    operands = (a_codes, a_scales, a_global, b_codes, b_scales, b_global)
-    specs = gemm_op.checked_gemm(*operands, a_scheme, b_scheme)
-    return gemm_op.product(*operands, bias, *specs, dtype, of_codes)
-
-
-def of_codes(codes, scales, global_scale, scheme: Scheme, dtype: torch.dtype) -> torch.Tensor:
-    """An operand with its padding, as the product reads it."""
-    return dequantized(codes, scales, global_scale, scheme, 2 * codes.shape[1], dtype)
+    return gemm_op.product(
+        args, lambda factor, dtype: dequantized(*factor, factor.contraction, dtype)
+    )

@@ -71,16 +71,6 @@ class Masked(ctypes.Structure):
     )
 
 
-class DbiasArguments(ctypes.Structure):
-    """The struct of column_sums.h."""
-
-    _fields_ = _fields(
-        a=("x out", c_void_p),
-        b=("rows columns row_stride column_stride", c_int64),
-        c=("type out_type", c_int32),
-    )
-
-
 def cpu_kernel(op: str, why_not: Callable[..., str | None] = nothing) -> Callable:
     """Decorator: registers a kernel of the library, which is checked before its first use in a
     process. why_not: None if it serves the arguments, otherwise the reason in words."""
@@ -98,7 +88,6 @@ _STRUCTS = {
     "q2_quantize": CpuOperand,
     "q2_dequantize": Quantized,
     "q2_masked_unrotate": Masked,
-    "q2_column_sums": DbiasArguments,
 }
 
 

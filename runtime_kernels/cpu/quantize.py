@@ -17,6 +17,7 @@ import torch
 
 from q2compile.runtime_kernels.cpu import kernels
 from q2compile.runtime_kernels.cpu.dequantize import dequantized, plain_scales
+from q2compile.runtime_kernels.numerics.column_sums import column_sums
 from q2compile.runtime_kernels.numerics.groups import clear_tail, lay_out, spreads
 from q2compile.runtime_kernels.numerics.layout import ceil_div, empty_quantized
 from q2compile.runtime_kernels.numerics.mxfp4 import ABOVE_HALF
@@ -187,7 +188,7 @@ def quantize(*args: Any) -> list[torch.Tensor]:
             how = columnwise, seed, transform
             made += maker.in_form(maker.of_matrix(call.x, *how, amax=amax))
     if call.dbias is not None:
-        made.append(_column_sums(call.x, call.dbias))
+        made.append(column_sums(call.x, call.dbias))
     return made
 
 
@@ -213,15 +214,3 @@ def _in_groups(maker: _Maker, x: torch.Tensor, seed, **more: Any) -> list[torch.
     parts = maker.of_matrix(laid, True, seed, transform, shares=kernels.pointer(shares), **more)
     codes, *rest = maker.in_form(parts)
     return [clear_tail(codes, ends[1]), *rest]
-
-
-def _column_sums(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The sums of the columns, as numerics/column_sums.py defines them."""
-    out = x.new_empty((x.shape[1],), dtype=dtype)
-    dbias = kernels.DbiasArguments(
-        *(x.data_ptr(), out.data_ptr()),
-        *(*x.shape, *x.stride()),
-        *(kernels.TYPES[x.dtype], kernels.TYPES[dtype]),
-    )
-    kernels.entry("q2_column_sums")(byref(dbias))
-    return out

@@ -4,7 +4,7 @@
 jit/            a .cu file and its defines -> a cubin -> a launch
 quantize/       the quantizers: rotating or not, masked, and the scales of Inductor's kernels
 gemm/           q2::gemm by cuBLASLt, Triton or cuBLAS
-dequantize.py, masked_unrotate.py, padded_ends.py, signs.py, to_e4m3.py, transpose.py
+dequantize.py, masked_unrotate.py, signs.py, to_e4m3.py, transpose.py
 calls.py        what a call of an op launches; call_site.py, such a call in generated code
 recent_launches.py    the last launches, named when the device fails
 known_bad.py    versions of libraries that are at fault
@@ -19,21 +19,8 @@ from q2compile.runtime_kernels.cuda import (
     emulated,
     gemm,
     masked_unrotate,
-    padded_ends,
     quantize,
     signs,
     to_e4m3,
     transpose,
 )
-
-__all__ = [
-    "dequantize",
-    "emulated",
-    "gemm",
-    "masked_unrotate",
-    "padded_ends",
-    "quantize",
-    "signs",
-    "to_e4m3",
-    "transpose",
-]

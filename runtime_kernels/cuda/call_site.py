@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence, Set
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd.profiler import record_function
@@ -41,26 +41,10 @@ from q2compile.runtime_kernels.registry import FUSED, GROUPED, bound, call_op, r
 _profiler = torch.autograd.profiler
 
 
-class View(NamedTuple):
-    """An argument that is a view of the tensor that the caller gives. offset: in elements."""
-
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    def of(self, base: torch.Tensor) -> torch.Tensor:
-        return base.as_strided(self.size, self.stride, base.storage_offset() + self.offset)
-
-
-def _opened(arg: Any, base: torch.Tensor) -> torch.Tensor:
-    """The tensor for which `...` or a View stands."""
-    return arg.of(base) if isinstance(arg, View) else base
-
-
 class SiteCall:
     """One call of an op in generated code.
 
-    args, keywords: the op's arguments. `...`, or a View, stands for a tensor that each call gives.
+    args, keywords: the op's arguments. `...` stands for one that each call gives.
     wanted: for each output of the op, whether the calls give a buffer for it.
     """
 
@@ -69,7 +53,7 @@ class SiteCall:
     ) -> None:
         self.op, self._args = op, bound(op, args, keywords)
         self.wanted = tuple(map(bool, wanted))
-        self.open = [i for i, arg in enumerate(self._args) if arg is ... or isinstance(arg, View)]
+        self.open = [i for i, arg in enumerate(self._args) if arg is ...]
 
     def with_outputs(self, places: Set[int]) -> SiteCall:
         """The same call, which also gives a buffer for these outputs."""
@@ -80,17 +64,9 @@ class SiteCall:
     def arguments(self, given: Sequence[Any]) -> list[Any]:
         """The op's arguments. given: begins with tensors for the open ones."""
         args = list(self._args)
-        for i, base in zip(self.open, given, strict=False):
-            args[i] = _opened(args[i], base)
+        for i, arg in zip(self.open, given, strict=False):
+            args[i] = arg
         return args
-
-    def byte_offsets(self, args: Sequence[Any]) -> list[int]:
-        """Where each tensor of the arguments begins in the tensor that is given for it."""
-        return [
-            view.offset * arg.element_size() if isinstance(view, View) else 0
-            for view, arg in zip(self._args, args, strict=True)
-            if isinstance(arg, torch.Tensor)
-        ]
 
     def through_the_dispatcher(self, args: Sequence[Any], buffers: Sequence[torch.Tensor]) -> None:
         """Run the op by any kernel that serves the call."""
@@ -106,7 +82,7 @@ class CallSite:
 
     fixed: all calls have the same sizes and strides, so later calls read addresses alone.
     products: of global scales (quantize/grouped_launch.py).
-    others: `...` or a View for each tensor that products read and no call makes.
+    others: how many tensors products read that no call makes.
     prologue: computes the operand of each call, whose x is None, from the first tensors given.
     """
 
@@ -115,7 +91,7 @@ class CallSite:
         *calls: SiteCall,
         fixed: bool,
         products: tuple[tuple[Any, Any], ...] = (),
-        others: tuple[Any, ...] = (),
+        others: int = 0,
         prologue: PrologueExpression | None = None,
     ) -> None:
         self.calls, self._fixed, self._others, self._prologue = calls, fixed, others, prologue
@@ -124,7 +100,7 @@ class CallSite:
         self.beginnings = [len(prologue.inputs) if prologue else 0]
         for call in calls:
             self.beginnings.append(self.beginnings[-1] + len(call.open))
-        # The tensors that kernels load by 16 bytes, or that their operands are views of.
+        # The tensors that kernels load by 16 bytes.
         self._loaded = tuple(range(self.beginnings[0]) if prologue else self.beginnings[:-1])
         self._wanted = tuple(w for call in calls for w in call.wanted) + (True,) * len(products)
         self._name = " + ".join(f"q2::{call.op}" for call in calls)
@@ -181,28 +157,21 @@ class CallSite:
         if self._alone and choose(GROUP, self._group(args)).name != GROUPED:
             return False
         end = self.beginnings[-1]
-        behind = end + len(self._others)
-        others = [_opened(of, given[i]) for i, of in enumerate(self._others, end)]
         laid_out = args
         if self._prologue is None:
             pairs = zip(choices, args, strict=True)
             laid_out = [choice.launching.in_layout(a) for choice, a in pairs]
         operands = [t for a in laid_out for t in tensors_of(a)]
         try:
-            launched = self._bind(choices, laid_out, None, device.index)
-            launched([*inputs, *operands, *others, *given[behind:]])
+            launched = self._bind(choices, laid_out, device.index)
+            launched([*inputs, *operands, *given[end:]])
         except Exception as error:
             self._judge(error, choices[0], args[0], device)
             return False
         unchanged = (t for a in args for t in tensors_of(a))
         same = all(a is b for a, b in zip(operands, unchanged, strict=True))
-        firsts = [] if self._prologue else [tensors_of(a)[0] for a in laid_out]
-        if self._fixed and same and all(map(aligned, [*firsts, *(given[i] for i in self._loaded)])):
-            byte_offsets = [0] * len(inputs)
-            for call, a in zip(self.calls, args, strict=True):
-                byte_offsets += call.byte_offsets(a)
-            byte_offsets += [4 * of.offset if isinstance(of, View) else 0 for of in self._others]
-            self._bound = self._bind(choices, laid_out, tuple(byte_offsets), device.index)
+        if self._fixed and same and all(aligned(given[i]) for i in self._loaded):
+            self._bound = launched
         return True
 
     def _places(self) -> zip[tuple[SiteCall, int]]:
@@ -217,30 +186,29 @@ class CallSite:
 
     def _group(self, args: Sequence[Any]) -> tuple:
         calls = tuple((call.op, *a) for call, a in zip(self.calls, args, strict=True))
-        return calls, self._products, len(self._others)
+        return calls, self._products, self._others
 
     def _bind(
         self,
         choices: Sequence[Choice],
         args: Sequence[Any],
-        byte_offsets: tuple[int, ...] | None,
         index: int,
     ) -> BoundCall:
         if self._prologue is not None:
             calls = [QuantizerCall.of(QUANTIZE, each) for each in args]
             plan = fused.fused_plan(self._prologue, index, calls)
-            return BoundCall(plan, index, self._wanted, byte_offsets)
+            return BoundCall(plan, index, self._wanted)
         pairs = [(choice.launching, a) for choice, a in zip(choices, args, strict=True)]
         if not self._alone:
-            return pairs[0][0].bind(pairs[0][1], self._wanted, byte_offsets)
+            return pairs[0][0].bind(pairs[0][1], self._wanted)
 
         def make() -> BoundCall:
             plans = [launching.plan(*a) for launching, a in pairs]
-            plan = grouped_plan(plans, self._products, len(self._others))
-            return BoundCall(plan, index, self._wanted, byte_offsets)
+            plan = grouped_plan(plans, self._products, self._others)
+            return BoundCall(plan, index, self._wanted)
 
         kinds = tuple(launching.kind(a) for launching, a in pairs)
-        return bound_once((kinds, self._products, self._wanted, byte_offsets), make)
+        return bound_once((kinds, self._products, self._wanted), make)
 
     def _judge(
         self, error: Exception, choice: Choice, args: Sequence[Any], device: torch.device
@@ -264,7 +232,7 @@ class CallSite:
     def _one_by_one(self, given: Sequence[Any]) -> None:
         """Run each call by itself, by any kernel that serves it."""
         end = self.beginnings[-1]
-        buffers = iter(given[end + len(self._others) :])
+        buffers = iter(given[end + self._others :])
         prologue = self._prologue
         computed = [] if prologue is None else prologue.evaluate(given[: self.beginnings[0]])
         outputs: list[list[Any]] = []
@@ -284,9 +252,6 @@ class CallSite:
             call.through_the_dispatcher(args, own)
         for product in self._products:
             (i, made), other = product
-            if isinstance(other, int):
-                factor = _opened(self._others[other], given[end + other])
-            else:
-                factor = outputs[other[0]][other[1]]
+            factor = given[end + other] if isinstance(other, int) else outputs[other[0]][other[1]]
             buffer = next(buffers)
             torch.mul(outputs[i][made], factor.view(buffer.shape), out=buffer)

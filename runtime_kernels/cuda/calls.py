@@ -86,24 +86,6 @@ class LaunchStep(NamedTuple):
 MOST_OPERANDS = 4  # of a batched launch
 
 
-@dataclass(frozen=True)
-class TailStep:
-    """The last step of a plan, where one launch can be the last step of several plans
-    (quantize/grouped_launch.py).
-
-    launch: the tail kernel. Plans with the same tail kernel can share one launch of it.
-    operands: for each operand, its fields in the parameter struct of the launch; at most
-        MOST_OPERANDS.
-    """
-
-    launch: Launch
-    operands: tuple[Any, ...]
-
-    @property
-    def step(self) -> LaunchStep:
-        raise NotImplementedError
-
-
 def in_places(structs: Sequence[Sequence[Any]]) -> list[Any]:
     """The fields of up to MOST_OPERANDS structs; zeros fill the places of absent ones."""
     assert len(structs) <= MOST_OPERANDS
@@ -140,14 +122,14 @@ class LaunchPlan:
     outputs: what it returns.
     workspace: bytes of scratch memory that the steps need; it is the last tensor, if there is any.
     steps: the launches, in order.
-    tail: what the last step is made of, where other plans can share it.
+    tail: the last step, where other plans can share it (quantize/align_scales.py, Alignment).
     """
 
     inputs: int
     outputs: tuple[Output, ...]
     workspace: int
     steps: tuple[LaunchStep, ...]
-    tail: TailStep | None = None
+    tail: Any = None
 
 
 class BoundCall:
@@ -155,7 +137,6 @@ class BoundCall:
 
     wanted: for each output, whether the caller brings a tensor for it. The others are written into
         the workspace.
-    byte_offsets: for each input, where it begins in the tensor that the caller brings for it.
     """
 
     def __init__(
@@ -163,16 +144,14 @@ class BoundCall:
         plan: LaunchPlan,
         index: int,
         wanted: Sequence[bool] | None = None,
-        byte_offsets: Sequence[int] | None = None,
     ) -> None:
         wanted = wanted or [True] * len(plan.outputs)
-        byte_offsets = byte_offsets or [0] * plan.inputs
         self.outputs = plan.outputs
         self._index, self._steps = index, plan.steps
         recent_launches.watch()
         given = plan.inputs + sum(wanted)
         self._bytes = plan.workspace
-        place = {i: BufferSlot(i, offset) for i, offset in enumerate(byte_offsets)}
+        place = {i: BufferSlot(i) for i in range(plan.inputs)}
         place[plan.inputs + len(plan.outputs)] = BufferSlot(given)
         for i, (output, has_tensor) in enumerate(zip(plan.outputs, wanted, strict=True)):
             if has_tensor:
@@ -272,13 +251,12 @@ class Launching:
         self,
         args: Sequence[Any],
         wanted: tuple[bool, ...] | None = None,
-        byte_offsets: tuple[int, ...] | None = None,
     ) -> BoundCall:
         """The bound call of these arguments, whose layouts must be right. Calls of one kind share
         it."""
-        key = (self.kind(args), wanted, byte_offsets)
+        key = (self.kind(args), wanted)
         index = tensors_of(args)[0].device.index
-        return bound_once(key, lambda: BoundCall(self.plan(*args), index, wanted, byte_offsets))
+        return bound_once(key, lambda: BoundCall(self.plan(*args), index, wanted))
 
     def kind(self, args: Sequence[Any]) -> Hashable:
         """A key that is equal for calls with equal launch plans."""

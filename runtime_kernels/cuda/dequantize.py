@@ -3,8 +3,6 @@
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -16,7 +14,6 @@ from q2compile.runtime_kernels.cuda.calls import (
     LaunchStep,
     OperandLayout,
     Output,
-    TailStep,
     in_places,
     launching,
 )
@@ -28,30 +25,6 @@ from q2compile.runtime_kernels.ops.argument_checks import check_quantized
 THREADS = 256
 _MATRIX = "PPPPqiiii"
 _OUT = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-
-
-class Matrix(NamedTuple):
-    """dequantize.cu has the same struct."""
-
-    codes: BufferSlot
-    scales: BufferSlot
-    global_scale: BufferSlot | int
-    out: BufferSlot
-    groups: int
-    groups_across: int
-    cols: int
-    row_shift: int
-    blocks: int
-
-
-@dataclass(frozen=True)
-class Dequantizing(TailStep):
-    """The only launch of a call. The thread blocks of one matrix follow those of the other."""
-
-    @property
-    def step(self) -> LaunchStep:
-        thread_blocks = sum(matrix.blocks for matrix in self.operands)
-        return LaunchStep(self.launch, (thread_blocks, 1), in_places(self.operands))
 
 
 @functools.cache
@@ -103,8 +76,9 @@ def dequantize(
     whole = cols == 2 * half and spec.block[0] == 1
     scale_slot = 0 if global_scale is None else BufferSlot(2)
     blocks = max(1, ceil_div(groups, THREADS))
-    extents = groups, half // 4, cols, spec.block[0].bit_length() - 1
-    matrix = Matrix(BufferSlot(0), BufferSlot(1), scale_slot, BufferSlot(inputs), *extents, blocks)
+    extents = groups, half // 4, cols, spec.block[0].bit_length() - 1, blocks
+    matrix = (BufferSlot(0), BufferSlot(1), scale_slot, BufferSlot(inputs), *extents)
     launched = dequantize_launch(dtype, spec.format == "mxfp4", whole)
-    tail = Dequantizing(launched, (matrix,))
-    return LaunchPlan(inputs, (Output((rows, cols), dtype),), 0, (tail.step,), tail)
+    # The kernel has places for more matrices, and finds no thread blocks for those.
+    step = LaunchStep(launched, (blocks, 1), in_places([matrix]))
+    return LaunchPlan(inputs, (Output((rows, cols), dtype),), 0, (step,))

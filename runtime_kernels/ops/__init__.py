@@ -24,25 +24,3 @@ from q2compile.runtime_kernels.ops import (
     to_e4m3,
     transpose,
 )
-
-__all__ = [
-    "amax",
-    "dequantize",
-    "gather_rows",
-    "gemm",
-    "gemm_masked_unrotate",
-    "grouped_gemm",
-    "grouped_mm",
-    "masked_unrotate",
-    "note",
-    "padded_ends",
-    "quantize",
-    "recorded",
-    "requantize",
-    "seed",
-    "signs",
-    "split_scales",
-    "table",
-    "to_e4m3",
-    "transpose",
-]

@@ -61,48 +61,18 @@ def check_quantized(
     *,
     dtype: torch.dtype = torch.uint8,
 ) -> None:
-    """A quantized operand must be codes of its scheme's dtype (uint8 [M, Kp/2]; e4m3 or bf16
-    [M, Kp]), 8-bit scales (2-D) and an fp32 scalar, where an op has it.
-
-    Raises:
-        ValueError: it is not.
-    """
-    name = str(dtype).removeprefix("torch.")
-    if codes.dtype != dtype or codes.dim() != 2 or scales.dim() != 2:
-        raise ValueError(
-            f"q2::{op}: a quantized operand has {name} codes and 8-bit scales in two dimensions, "
-            f"got {codes.dtype} in {codes.dim()} and {scales.dtype} in {scales.dim()}."
-        )
-    _check_global_scale(op, global_scale)
-
-
-def check_scales(op: str, scales: torch.Tensor, global_scale: torch.Tensor) -> None:
-    """Scales without codes must be a matrix of 8-bit values and an fp32 scalar.
-
-    Raises:
-        ValueError: they are not.
-    """
-    if scales.element_size() != 1 or scales.dim() != 2:
-        raise ValueError(
-            f"q2::{op} takes 8-bit scales in two dimensions, got {scales.dtype} in {scales.dim()}."
-        )
-    _check_global_scale(op, global_scale)
-
-
-def _check_global_scale(op: str, global_scale: torch.Tensor | None) -> None:
+    """A quantized operand is codes of its scheme's dtype (uint8 [M, Kp/2]; e4m3 or bf16 [M, Kp]),
+    8-bit scales (2-D) and an fp32 scalar, where an op has it."""
+    got = f"{codes.dtype} in {codes.dim()} dimensions and {scales.dtype} in {scales.dim()}"
+    right = codes.dtype == dtype and codes.dim() == scales.dim() == 2
+    assert right, f"q2::{op}: codes are {dtype} and scales 8 bits in two dimensions, got {got}"
     if global_scale is not None:
         check_scalar(op, "the global scale", global_scale)
 
 
 def check_groups(op: str, *ends: torch.Tensor) -> None:
-    """The ends of groups, and those of the padded layout, must be int32 [E] of at least one group.
-
-    Raises:
-        ValueError: they are not.
-    """
+    """The ends of groups, and those of the padded layout, are int32 [E] of at least one group."""
     for offs in ends:
-        if offs.dtype != torch.int32 or offs.dim() != 1 or offs.shape != ends[0].shape:
-            got = " and ".join(f"{end.dtype} {list(end.shape)}" for end in ends)
-            raise ValueError(
-                f"q2::{op}: the ends of groups must be int32 [E], alike in each tensor; got {got}."
-            )
+        right = offs.dtype == torch.int32 and offs.dim() == 1 and offs.shape == ends[0].shape
+        got = f"{offs.dtype} {list(offs.shape)}"
+        assert right, f"q2::{op}: the ends of groups are int32 [E], alike in each tensor; got {got}"

@@ -18,18 +18,10 @@ from q2compile.runtime_kernels.registry import REFERENCE, define, kernel
 
 
 def checked_gather_rows(codes: torch.Tensor, scales: torch.Tensor, rows: torch.Tensor) -> None:
-    """Checks the arguments.
-
-    Raises:
-        ValueError: codes and scales are not those of one matrix whose blocks have one row; rows is
-            no vector of integers.
-    """
+    """Checks the arguments: codes and scales of one matrix, and a vector of integers."""
     check_quantized("gather_rows", codes, scales, None, dtype=_dtype(codes))
-    if rows.dtype not in (torch.int32, torch.int64) or rows.dim() != 1:
-        raise ValueError(
-            "q2::gather_rows takes the rows as int32 or int64 in one dimension, got "
-            f"{rows.dtype} in {rows.dim()}."
-        )
+    right = rows.dtype in (torch.int32, torch.int64) and rows.dim() == 1
+    assert right, f"q2::gather_rows takes integers [R], got {rows.dtype} in {rows.dim()} dimensions"
 
 
 def _dtype(codes: torch.Tensor) -> torch.dtype:
@@ -55,9 +47,5 @@ def gather_rows(
     rows = rows.long()
     if _dtype(codes) == torch.float8_e4m3fn:
         return codes.view(torch.uint8)[rows].view(codes.dtype), scales.clone()
-    if scales.shape[0] != codes.shape[0]:
-        raise ValueError(
-            f"q2::gather_rows: {codes.shape[0]} rows of codes and {scales.shape[0]} of scales: "
-            "blocks have one row."
-        )
+    assert scales.shape[0] == codes.shape[0], "q2::gather_rows: blocks have one row"
     return codes[rows], scales.view(torch.uint8)[rows].view(scales.dtype)

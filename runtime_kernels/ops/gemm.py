@@ -16,7 +16,8 @@ scale that is a power of two only changes exponents: it is multiplied into the o
 exact. Any other global scale is applied to the fp32 result.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,47 +27,54 @@ from q2compile.runtime_kernels.ops.argument_checks import check_quantized
 from q2compile.runtime_kernels.registry import REFERENCE, define, kernel
 
 
-def schemes_of(
-    a_codes, a_scales, a_global, b_codes, b_scales, b_global, a_scheme: str, b_scheme: str
-) -> tuple[Scheme, Scheme]:
-    """The schemes by name.
+class Factor(NamedTuple):
+    """An operand of a GEMM. Where b has no global scale, a has the product of both."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    global_scale: Any
+    spec: Scheme
+
+    @property
+    def contraction(self) -> int:
+        """Elements in a row, with the padding."""
+        return self.codes.shape[1] * self.spec.packed
+
+
+def factors_of(args: Sequence[Any]) -> tuple[Factor, Factor]:
+    """The operands of a GEMM, plain, grouped or with an epilogue, from all of its arguments.
 
     Raises:
-        ValueError: one is unknown; an operand is not a quantized matrix of its scheme.
+        ValueError: a scheme is unknown.
     """
-    specs = get_scheme(a_scheme), get_scheme(b_scheme)
-    check_quantized("gemm", a_codes, a_scales, a_global, dtype=specs[0].codes_dtype)
-    check_quantized("gemm", b_codes, b_scales, b_global, dtype=specs[1].codes_dtype)
-    return specs
+    a_codes, a_scales, a_global, b_codes, b_scales, b_global, _, *schemes = args[:9]
+    a, b = map(get_scheme, schemes)
+    return Factor(a_codes, a_scales, a_global, a), Factor(b_codes, b_scales, b_global, b)
 
 
-def checked_gemm(
-    a_codes, a_scales, a_global, b_codes, b_scales, b_global, a_scheme: str, b_scheme: str
-) -> tuple[Scheme, Scheme]:
-    """The schemes by name, with the check of sizes that are known.
+def checked_factors(op: str, args: Sequence[Any]) -> tuple[Factor, Factor]:
+    """The operands, which are checked except for their sizes.
 
     Raises:
-        ValueError: the operands are not padded to the same contraction.
+        ValueError: a scheme is unknown.
     """
-    operands = (a_codes, a_scales, a_global, b_codes, b_scales, b_global)
-    specs = schemes_of(*operands, a_scheme, b_scheme)
-    widths = _contraction(a_codes, specs[0]), _contraction(b_codes, specs[1])
-    if widths[0] != widths[1]:
-        raise ValueError(
-            f"q2::gemm: the operands are padded to contractions of {widths[0]} and {widths[1]}; "
-            "quantize both with the same block width and transform."
-        )
-    return specs
+    found = factors_of(args)
+    for codes, scales, global_scale, spec in found:
+        check_quantized(op, codes, scales, global_scale, dtype=spec.codes_dtype)
+    return found
 
 
-def _contraction(codes: torch.Tensor, spec: Scheme) -> int:
-    return codes.shape[1] * spec.packed
+def checked_gemm(args: Sequence[Any]) -> tuple[Factor, Factor]:
+    """The operands of q2::gemm, which are checked: they are padded to the same contraction."""
+    a, b = checked_factors("gemm", args)
+    widths = a.contraction, b.contraction
+    assert widths[0] == widths[1], f"q2::gemm of contractions of {widths[0]} and {widths[1]}"
+    return a, b
 
 
-def fake(a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype):
-    operands = (a_codes, a_scales, a_global, b_codes, b_scales, b_global)
-    schemes_of(*operands, a_scheme, b_scheme)
-    return a_codes.new_empty((a_codes.shape[0], b_codes.shape[0]), dtype=dtype)
+def fake(*args: Any) -> torch.Tensor:
+    a, b = checked_factors("gemm", args)
+    return a.codes.new_empty((a.codes.shape[0], b.codes.shape[0]), dtype=args[-1])
 
 
 define(
@@ -78,68 +86,44 @@ define(
 
 
 @kernel("gemm", REFERENCE)
-def gemm(
-    a_codes: torch.Tensor,
-    a_scales: torch.Tensor,
-    a_global: torch.Tensor,
-    b_codes: torch.Tensor,
-    b_scales: torch.Tensor,
-    b_global: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    a_scheme: str,
-    b_scheme: str,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+def gemm(*args: Any) -> torch.Tensor:
     """The reference: see the top of this file."""
-    a_spec, b_spec = checked_gemm(
-        a_codes, a_scales, a_global, b_codes, b_scales, b_global, a_scheme, b_scheme
-    )
-    operands = (a_codes, a_scales, a_global, b_codes, b_scales, b_global)
-    return product(*operands, bias, a_spec, b_spec, dtype, _of_codes)
-
-
-Dequantize = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor | None, Scheme, torch.dtype], torch.Tensor
-]
+    return product(args, _dequantized)
 
 
 def product(
-    a_codes: torch.Tensor,
-    a_scales: torch.Tensor,
-    a_global: torch.Tensor,
-    b_codes: torch.Tensor,
-    b_scales: torch.Tensor,
-    b_global: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    a_spec: Scheme,
-    b_spec: Scheme,
-    dtype: torch.dtype,
-    dequantize: Dequantize,
+    args: Sequence[Any], dequantize: Callable[[Factor, torch.dtype], torch.Tensor]
 ) -> torch.Tensor:
-    """The product by torch. ``dequantize`` makes the operands from codes, scales, a global scale or
-    None, the scheme and the dtype."""
+    """The product by torch. ``dequantize`` makes an operand, without its global scale if that is
+    None."""
+    (a, b), (bias, *_, dtype) = checked_gemm(args), args[6:]
     bf16 = dtype == torch.bfloat16 and (bias is None or bias.dtype == torch.bfloat16)
-    if bf16 and a_spec.has_pow2_scale and b_spec.has_pow2_scale and b_global is not None:
-        a = dequantize(a_codes, a_scales, a_global, a_spec, dtype)
-        b = dequantize(b_codes, b_scales, b_global, b_spec, dtype)
+    if bf16 and has_pow2_scales(a, b):
+        left, right = dequantize(a, dtype), dequantize(b, dtype)
         # addmm adds the bias to the fp32 sums, before the one rounding.
-        return a @ b.t() if bias is None else torch.addmm(bias, a, b.t())
-    a = dequantize(a_codes, a_scales, None, a_spec, torch.float32)
-    b = dequantize(b_codes, b_scales, None, b_spec, torch.float32)
-    out = _mm_fp32(a, b).mul_(alpha_of(a_global, b_global))
+        return left @ right.t() if bias is None else torch.addmm(bias, left, right.t())
+    left, right = (dequantize(each._replace(global_scale=None), torch.float32) for each in (a, b))
+    out = _mm_fp32(left, right).mul_(alpha_of(a, b))
     if bias is not None:
         out += bias
     return out.to(dtype)
 
 
-def _of_codes(codes, scales, global_scale, spec: Scheme, dtype: torch.dtype) -> torch.Tensor:
+def _dequantized(factor: Factor, dtype: torch.dtype) -> torch.Tensor:
+    codes, scales, global_scale, spec = factor
     values = scaled_codes(codes, scales, spec)
     return (values if global_scale is None else values.mul_(global_scale)).to(dtype)
 
 
-def alpha_of(a_global: torch.Tensor, b_global: torch.Tensor | None) -> torch.Tensor:
+def has_pow2_scales(a: Factor, b: Factor) -> bool:
+    """Whether each operand has a global scale of its own that is a power of two, by which it is
+    multiplied exactly."""
+    return a.spec.has_pow2_scale and b.spec.has_pow2_scale and b.global_scale is not None
+
+
+def alpha_of(a: Factor, b: Factor) -> torch.Tensor:
     """The factor of the sums."""
-    return a_global if b_global is None else a_global * b_global
+    return a.global_scale if b.global_scale is None else a.global_scale * b.global_scale
 
 
 def _mm_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ The reference calls the two ops, each of which runs by its own best kernel.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -45,20 +46,6 @@ def _prepare(*args) -> None:
 
 
 @kernel("gemm_masked_unrotate", REFERENCE, prepare=_prepare)
-def gemm_masked_unrotate(
-    a_codes: torch.Tensor,
-    a_scales: torch.Tensor,
-    a_global: torch.Tensor,
-    b_codes: torch.Tensor,
-    b_scales: torch.Tensor,
-    b_global: torch.Tensor | None,
-    mask: torch.Tensor,
-    a_scheme: str,
-    b_scheme: str,
-    transform: str,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+def gemm_masked_unrotate(*args: Any) -> torch.Tensor:
     """The reference: see the top of this file."""
-    operands = (a_codes, a_scales, a_global, b_codes, b_scales, b_global)
-    grad = torch.ops.q2.gemm(*operands, None, a_scheme, b_scheme, dtype)
-    return torch.ops.q2.masked_unrotate(grad, mask, transform)
+    return torch.ops.q2.masked_unrotate(torch.ops.q2.gemm(*_gemm_args(args)), args[6], args[9])

@@ -22,25 +22,12 @@ a second rounding to bf16: torch has no grouped product of bf16 operands that re
 Results of another dtype are computed in fp32.
 """
 
+from typing import Any
+
 import torch
 
-from q2compile.runtime_kernels.numerics.schemes import Scheme, get_scheme
-from q2compile.runtime_kernels.ops.argument_checks import check_quantized
+from q2compile.runtime_kernels.ops.gemm import Factor, alpha_of, checked_factors, has_pow2_scales
 from q2compile.runtime_kernels.registry import REFERENCE, define, kernel
-
-
-def checked_grouped_gemm(
-    a_codes, a_scales, a_global, b_codes, b_scales, b_global, a_scheme: str, b_scheme: str
-) -> tuple[Scheme, Scheme]:
-    """The schemes by name.
-
-    Raises:
-        ValueError: one is unknown; an operand is not a quantized matrix of its scheme.
-    """
-    specs = get_scheme(a_scheme), get_scheme(b_scheme)
-    check_quantized("grouped_gemm", a_codes, a_scales, a_global, dtype=specs[0].codes_dtype)
-    check_quantized("grouped_gemm", b_codes, b_scales, b_global, dtype=specs[1].codes_dtype)
-    return specs
 
 
 def as_grouped(b: torch.Tensor, gemm: str, groups: int) -> torch.Tensor:
@@ -50,9 +37,9 @@ def as_grouped(b: torch.Tensor, gemm: str, groups: int) -> torch.Tensor:
     return b.unflatten(1, (groups, -1)).permute(1, 2, 0) if gemm == "dgrad" else b.t()
 
 
-def result_shape(a_codes: torch.Tensor, b_codes: torch.Tensor, groups: int, gemm: str) -> tuple:
+def result_shape(a: Factor, b: Factor, groups: int, gemm: str) -> tuple:
     """The shape of the result, also for symbolic sizes."""
-    rows, columns = a_codes.shape[0], b_codes.shape[0]
+    rows, columns = a.codes.shape[0], b.codes.shape[0]
     return {
         "fprop": (rows, columns // groups),
         "dgrad": (rows, columns),
@@ -60,22 +47,9 @@ def result_shape(a_codes: torch.Tensor, b_codes: torch.Tensor, groups: int, gemm
     }[gemm]
 
 
-def fake(
-    a_codes,
-    a_scales,
-    a_global,
-    b_codes,
-    b_scales,
-    b_global,
-    offs,
-    a_scheme,
-    b_scheme,
-    gemm,
-    dtype,
-):
-    operands = (a_codes, a_scales, a_global, b_codes, b_scales, b_global)
-    checked_grouped_gemm(*operands, a_scheme, b_scheme)
-    return a_codes.new_empty(result_shape(a_codes, b_codes, offs.shape[0], gemm), dtype=dtype)
+def fake(*args: Any) -> torch.Tensor:
+    (a, b), (offs, *_, gemm, dtype) = checked_factors("grouped_gemm", args), args[6:]
+    return a.codes.new_empty(result_shape(a, b, offs.shape[0], gemm), dtype=dtype)
 
 
 define(
@@ -87,50 +61,32 @@ define(
 
 
 @kernel("grouped_gemm", REFERENCE)
-def grouped_gemm(
-    a_codes: torch.Tensor,
-    a_scales: torch.Tensor,
-    a_global: torch.Tensor,
-    b_codes: torch.Tensor,
-    b_scales: torch.Tensor,
-    b_global: torch.Tensor,
-    offs: torch.Tensor,
-    a_scheme: str,
-    b_scheme: str,
-    gemm: str,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+def grouped_gemm(*args: Any) -> torch.Tensor:
     """The reference: see the top of this file."""
-    operands = (a_codes, a_scales, a_global, b_codes, b_scales, b_global)
-    a_spec, b_spec = checked_grouped_gemm(*operands, a_scheme, b_scheme)
-    has_pow2_scale = a_spec.has_pow2_scale and b_spec.has_pow2_scale
+    (a, b), (offs, *_, gemm, dtype) = checked_factors("grouped_gemm", args), args[6:]
+    is_scaled = has_pow2_scales(a, b)
     wide = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-    a = _dequantized(a_codes, a_scales, a_global if has_pow2_scale else None, a_spec, wide)
-    b = _dequantized(b_codes, b_scales, b_global if has_pow2_scale else None, b_spec, wide)
-    out = torch.ops.q2.grouped_mm(a, as_grouped(b, gemm, offs.shape[0]), offs)
+    left, right = (_dequantized(each, is_scaled, wide) for each in (a, b))
+    out = torch.ops.q2.grouped_mm(left, as_grouped(right, gemm, offs.shape[0]), offs)
     if gemm == "wgrad":
         out = out.flatten(0, 1)
-    return (out if has_pow2_scale else out.mul_(factor_of(a_global, b_global))).to(dtype)
+    return (out if is_scaled else out.mul_(factor_of(a, b))).to(dtype)
 
 
-def factor_of(a_global: torch.Tensor, b_global: torch.Tensor) -> torch.Tensor:
+def factor_of(a: Factor, b: Factor) -> torch.Tensor:
     """The product of the global scales, [1], by which a bf16 matrix is multiplied in fp32. A 0-dim
     one would be rounded to bf16 first, on CUDA."""
-    return (a_global * b_global).reshape(1)
+    return alpha_of(a, b).reshape(1)
 
 
-def _dequantized(
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    global_scale: torch.Tensor | None,
-    spec: Scheme,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """code * scale, and times the global scale if it is given: [M, Kp]. Dequantized operands
-    include it already."""
+def _dequantized(factor: Factor, is_scaled: bool, dtype: torch.dtype) -> torch.Tensor:
+    """code * scale, and times the global scale if is_scaled: [M, Kp]. Dequantized operands include
+    it already."""
+    codes, scales, global_scale, spec = factor
     if spec.dequantized:
         return codes.to(dtype)
-    if global_scale is None:
+    if not is_scaled:
         global_scale = torch.ones((), dtype=torch.float32, device=codes.device)
-    width = spec.packed * codes.shape[1]
-    return torch.ops.q2.dequantize(codes, scales, global_scale, spec.name, width, dtype)
+    return torch.ops.q2.dequantize(
+        codes, scales, global_scale, spec.name, factor.contraction, dtype
+    )

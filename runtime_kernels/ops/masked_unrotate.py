@@ -21,25 +21,15 @@ from q2compile.runtime_kernels.registry import REFERENCE, define, kernel
 
 
 def checked_masked_unrotate(grad: torch.Tensor, mask: torch.Tensor, transform: str) -> Transform:
-    """The transform by name.
+    """The transform by name, without a check of sizes.
 
     Raises:
-        ValueError: grad is not a float matrix; mask is not uint8 in two dimensions; the transform
-            is
-            unknown or needs a seed, which this op does not take.
+        ValueError: grad is not a float matrix; the transform is unknown.
     """
     check_operand("masked_unrotate", grad)
-    if mask.dtype != torch.uint8 or mask.dim() != 2:
-        raise ValueError(
-            "q2::masked_unrotate takes the packed mask of q2::quantize, uint8 in two "
-            f"dimensions, got {mask.dtype} in {mask.dim()}."
-        )
     rotation = get_transform(transform)
-    if rotation.seeded:
-        raise ValueError(
-            f"q2::masked_unrotate has no seed for the signs of {transform!r}: use the transform of "
-            "q2::quantize with a mask, without signs or with fixed ones."
-        )
+    assert mask.dtype == torch.uint8 and mask.dim() == 2, "a packed mask is uint8 [M, Kp/8]"
+    assert not rotation.seeded, f"q2::masked_unrotate has no seed for the signs of {transform}"
     return rotation
 
 
@@ -52,28 +42,17 @@ define("masked_unrotate(Tensor grad, Tensor mask, str transform) -> Tensor", fak
 
 
 def checked_shapes(grad: torch.Tensor, mask: torch.Tensor, transform: str) -> Transform:
-    """The transform by name.
-
-    Raises:
-        ValueError: as `checked_masked_unrotate` and `check_shape`.
-    """
+    """The transform by name."""
     rotation = checked_masked_unrotate(grad, mask, transform)
     check_shape(grad.shape, mask, rotation)
     return rotation
 
 
 def check_shape(shape: Sequence[int], mask: torch.Tensor, rotation: Transform) -> None:
-    """
-    Raises:
-        ValueError: a gradient of this shape and the mask do not have the same padded width, or it
-            is not whole chunks.
-    """
-    width = 8 * mask.shape[1]
-    if tuple(shape) != (mask.shape[0], width) or width % rotation.size:
-        raise ValueError(
-            f"q2::masked_unrotate: the mask is of a padded [{mask.shape[0]}, {width}] in chunks of "
-            f"{rotation.size}, the gradient is {list(shape)}: pass the padded gradient."
-        )
+    """A gradient of this shape has the padded width of the mask, in whole chunks."""
+    want = mask.shape[0], 8 * mask.shape[1]
+    right = tuple(shape) == want and want[1] % rotation.size == 0
+    assert right, f"q2::masked_unrotate of {list(shape)}, with a mask of {want}"
 
 
 @kernel("masked_unrotate", REFERENCE)

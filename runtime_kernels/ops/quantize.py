@@ -39,7 +39,7 @@ from q2compile.runtime_kernels.numerics.column_sums import column_sums
 from q2compile.runtime_kernels.numerics.groups import clear_tail, lay_out, padded_rows, spreads
 from q2compile.runtime_kernels.numerics.layout import Tiling, empty_quantized, padded
 from q2compile.runtime_kernels.numerics.quantize_tiles import quantize_tiles, rotate_tiles
-from q2compile.runtime_kernels.numerics.schemes import SCHEMES, Scheme
+from q2compile.runtime_kernels.numerics.schemes import Scheme
 from q2compile.runtime_kernels.numerics.transforms import Transform
 from q2compile.runtime_kernels.ops.argument_checks import (
     check_groups,
@@ -60,31 +60,25 @@ def checked_quantize(call: QuantizerCall) -> QuantizerCall:
 
     Raises:
         ValueError: x is not a float matrix; the scheme or the transform is unknown; a seed is
-            missing; arguments exclude each other.
+            missing; amax or a rotation does not go with the scheme.
     """
     check_operand(QUANTIZE, call.x)
-    if not (call.rowwise or call.columnwise):
-        raise ValueError(f"q2::{QUANTIZE} has no output: set rowwise, columnwise or both.")
+    assert call.rowwise or call.columnwise, f"q2::{QUANTIZE} has no output"
     for operand in call.operands:
         check_seed(QUANTIZE, operand.seed, call.scheme, operand.transform)
-    if not (call.rotates_rows or (call.rowwise and call.columnwise and call.rotated)):
-        raise ValueError(
-            f"q2::{QUANTIZE} leaves rows unrotated where it rotates columns: set rowwise and "
-            "columnwise and name a transform, or leave out rotate_rows."
-        )
+    rotates_columns = call.rowwise and call.columnwise and call.rotated
+    assert call.rotates_rows or rotates_columns, "rows are left unrotated where columns are rotated"
     if call.scheme.block[0] != 1 and (call.rotated or call.columnwise):
         raise square_blocks(QUANTIZE, call.scheme)
     _check_amax(call)
-    if call.masked:
-        _check_mask(call)
+    if call.masked:  # only in the forward, which is deterministic
+        right = call.scheme.masked and not call.columnwise and not call.draws
+        assert right, f"there is no mask of {call.label} by {call.scheme.name}"
     if call.dbias is not None:
-        _check_dbias(call)
+        right = call.dbias in DBIAS_DTYPES and call.columnwise and not call.grouped
+        assert right, f"there is no dbias of {call.label} in {call.dbias}"
     if call.grouped or call.args["padded_offs"] is not None:
-        if not call.columnwise or not call.grouped or call.args["padded_offs"] is None:
-            raise ValueError(
-                f"q2::{QUANTIZE} quantizes groups of rows separately columnwise: give it offs and "
-                "padded_offs, and set columnwise."
-            )
+        assert call.columnwise, f"there are no groups in {call.label}"
         check_groups(QUANTIZE, call.args["offs"], call.args["padded_offs"])
     return call
 
@@ -105,34 +99,6 @@ def _check_amax(call: QuantizerCall) -> None:
         why = "after a rotation" if call.rotated else f"with scheme {call.scheme.name}"
         raise ValueError(f"q2::{QUANTIZE} takes no amax {why}: pass None.")
     check_scalar(QUANTIZE, "amax", amax)
-
-
-def _check_mask(call: QuantizerCall) -> None:
-    if not call.scheme.masked:
-        having = ", ".join(s.name for s in SCHEMES.values() if s.masked)
-        raise ValueError(
-            f"q2::{QUANTIZE} writes a mask for schemes with a trust mask ({having}), got "
-            f"{call.scheme.name!r}: leave out mask."
-        )
-    if call.columnwise or call.draws:
-        raise ValueError(
-            f"q2::{QUANTIZE} writes a mask only in the forward pass, which is deterministic: set "
-            "rowwise only, and a transform that draws no signs; got "
-            f"{call.transform.name!r}."
-        )
-
-
-def _check_dbias(call: QuantizerCall) -> None:
-    if call.dbias not in DBIAS_DTYPES:
-        raise ValueError(
-            f"q2::{QUANTIZE} sums columns in {', '.join(map(str, DBIAS_DTYPES))}, got "
-            f"{call.dbias}: use float32 and convert the sums."
-        )
-    if not call.columnwise or call.grouped:
-        raise ValueError(
-            f"q2::{QUANTIZE} sums columns only if it quantizes them, and not in groups: set "
-            "columnwise and leave out offs, or sum x yourself."
-        )
 
 
 def fake(*args: Any) -> list[torch.Tensor]:

@@ -31,7 +31,7 @@ from q2compile.runtime_kernels.ops.argument_checks import (
     check_groups,
     check_operand,
     check_quantized,
-    check_scales,
+    check_scalar,
     check_seed,
 )
 from q2compile.runtime_kernels.ops.quantize import (
@@ -55,14 +55,15 @@ def checked_requantize(call: QuantizerCall) -> QuantizerCall:
     """The call, once its arguments are checked.
 
     Raises:
-        ValueError: the source is not a quantized matrix, or by scales not a matrix and its scales;
-            a scheme or the transform is unknown; the seed is missing.
+        ValueError: a scheme or the transform is unknown; the seed is missing.
     """
     source, scales, global_scale = (call.args[name] for name in call.spec.source)
     if call.by_scales:
         check_operand(REQUANTIZE, source)
-        check_scales(REQUANTIZE, scales, global_scale)
-        _check_by_scales(call)
+        check_scalar(REQUANTIZE, "the global scale", global_scale)
+        rounds = call.source_scheme is not None and rounds_by_scales(call.source_scheme)
+        right = rounds and not call.grouped and scales.element_size() == 1 and scales.dim() == 2
+        assert right, f"{call.args['source_scheme']} is not rounded by {scales.dtype} scales"
     else:
         check_quantized(REQUANTIZE, source, scales, global_scale)
     check_seed(REQUANTIZE, call.args["columnwise_seed"], call.scheme, call.transform)
@@ -71,18 +72,6 @@ def checked_requantize(call: QuantizerCall) -> QuantizerCall:
     if call.grouped:
         check_groups(REQUANTIZE, call.args["offs"], call.args["padded_offs"])
     return call
-
-
-def _check_by_scales(call: QuantizerCall) -> None:
-    source = call.source_scheme
-    if source is None or not rounds_by_scales(source):
-        raise ValueError(
-            f"q2::{REQUANTIZE} by scales takes a source in an nvfp4 scheme that rounds to the "
-            "nearest in blocks of one row, with a power of two as global scale, got "
-            f"{call.args['source_scheme']}: give it the codes."
-        )
-    if call.grouped:
-        raise ValueError(f"q2::{REQUANTIZE} in groups takes codes: leave out by_scales.")
 
 
 def fake(*args: Any) -> list[torch.Tensor]:

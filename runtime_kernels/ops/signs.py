@@ -14,14 +14,9 @@ from q2compile.runtime_kernels.registry import REFERENCE, define, kernel
 
 
 def checked_signs(transform: str) -> Transform:
-    """The transform by name.
-
-    Raises:
-        ValueError: unknown, or it draws no signs.
-    """
+    """The transform by name, which draws signs."""
     rotation = get_transform(transform)
-    if not rotation.seeded:
-        raise ValueError(f"q2::signs takes transforms that draw signs, {transform!r} draws none.")
+    assert rotation.seeded, f"{transform} draws no signs"
     return rotation
 
 

@@ -29,23 +29,11 @@ def splits_scales(scheme: Scheme) -> bool:
 
 
 def checked_split_scales(raw_scale: torch.Tensor, scheme: str) -> Scheme:
-    """The scheme by name.
-
-    Raises:
-        ValueError: raw scale is not an fp32 matrix; the scheme is unknown, or splits its scales
-            otherwise.
-    """
+    """The scheme by name."""
     spec = get_scheme(scheme)
-    if raw_scale.dtype != torch.float32 or raw_scale.dim() != 2:
-        raise ValueError(
-            "q2::split_scales takes float32 in two dimensions, one raw scale for each block; got "
-            f"{raw_scale.dtype} in {raw_scale.dim()}."
-        )
-    if not splits_scales(spec):
-        raise ValueError(
-            f"q2::split_scales: scheme {scheme} has no global scale that is a power of two found "
-            "after the codes, with block scales rounded to nearest."
-        )
+    right = raw_scale.dtype == torch.float32 and raw_scale.dim() == 2
+    assert right, f"raw scales are fp32 [R, B], got {raw_scale.dtype} in {raw_scale.dim()}"
+    assert splits_scales(spec), f"q2::split_scales makes no scales of {scheme}"
     return spec
 
 

@@ -30,17 +30,9 @@ _LEAST = 7  # the bits of a scale of 2^-120
 
 
 def checked_to_e4m3(codes, scales, global_scale, scheme: str) -> Scheme:
-    """The scheme by name.
-
-    Raises:
-        ValueError: unknown, or not one of codes and power-of-two scales; not an operand of it.
-    """
+    """The scheme by name: of codes and power-of-two scales, since only those are exact in e4m3."""
     spec = get_scheme(scheme)
-    if spec.format != "mxfp4" or spec.form:
-        raise ValueError(
-            f"q2::to_e4m3 takes codes of MXFP4 with plain scales, got scheme {scheme!r}: only a "
-            "code times a power of two is exact in e4m3."
-        )
+    assert spec.format == "mxfp4" and not spec.form, f"q2::to_e4m3 takes no codes of {scheme}"
     check_quantized("to_e4m3", codes, scales, global_scale)
     return spec
 

@@ -19,6 +19,7 @@ from pretraining.linears import (  # noqa: E402
     FixedBalanceLinear,
     OneOperandLinear,
     QuantizedLinear,
+    XInFP8Linear,
     feed_back,
     measure_balances,
     replace_linears,
@@ -47,7 +48,8 @@ def uneven(dtype: torch.dtype = torch.float32) -> Tensor:
     return ((torch.randn(2, TOKENS // 2, K) * factors) + 3).to(dtype)
 
 
-EXACT = sorted(n for n, kind in LINEARS.items() if not issubclass(kind, OneOperandLinear))
+ROUNDING = (OneOperandLinear, XInFP8Linear)  # round what they multiply in BF16
+EXACT = sorted(n for n, kind in LINEARS.items() if not issubclass(kind, ROUNDING))
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -103,6 +105,27 @@ def test_one_rounded_operand(name: str, rounded: str, backend: str) -> None:
     for one, other in zip(found, [dy @ operands["w"], dw], strict=True):
         error = (one - other.float()).norm() / other.float().norm()
         assert error < 2.0**-8  # both are rounded to bf16
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("backend", ["eager", "quartet2"])
+def test_x_in_fp8(backend: str) -> None:
+    """The product of e4m3's x and the recipe's w, and a backward that is the recipe's of these."""
+    linear, x = made("x_in_fp8"), uneven().requires_grad_()
+    w = linear.weight.detach().bfloat16()
+    x_values = q2compile.quantize(x.detach().bfloat16().flatten(0, -2), "fp8").dequantize()
+    values = x_values.view_as(x).bfloat16(), q2compile.quantize(w, SCHEME).dequantize().bfloat16()
+    assert linear.bias is not None
+    want = nn.functional.linear(*values, linear.bias.bfloat16())
+    dy = torch.randn(2, TOKENS // 2, N).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = torch.compile(linear, backend=backend)(x)
+    found = torch.autograd.grad(y, [x, linear.weight], dy)
+    torch.testing.assert_close(y, want, rtol=2.0**-7, atol=2.0**-7)  # an ulp or two of bf16
+    dw = dy.flatten(0, -2).t().float() @ x_values.view(-1, x.shape[-1]).float()
+    for one, other in zip(found, [dy.float() @ values[1].float(), dw], strict=True):
+        error = (one.float() - other).norm() / other.norm()
+        assert 0.05 < error < 0.2  # MS-EDEN's of both operands, .1 each and more in short blocks
 
 
 def test_the_mean_is_split_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +248,7 @@ def test_the_output_layer_stays_and_a_wrong_name_is_an_error() -> None:
     assert isinstance(model["o_proj"], FeedbackLinear) and type(model["lm_head"]) is nn.Linear
     assert model["o_proj"].texts[0] == "nvfp4_46_pow2 @ nvfp4_46_pow2"
     with pytest.raises(
-        ValueError, match="linear 'balance': there is mean_split, x_alone, w_alone, direct"
+        ValueError, match="linear 'balance': there is mean_split, x_alone, w_alone, x_in_fp8"
     ):
         replace_linears(model, "balance", options)
 

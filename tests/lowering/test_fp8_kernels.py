@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from q2compile.lowering.inductor_kernels import rows
-from q2compile.runtime_kernels.kernel_states import disable, enable_all
 from tests.lowering.test_lowering import assert_same_bits
 from tests.support.emulation.inductor import emulate, lower_on_cpu, serve_as_on
 
@@ -19,9 +18,9 @@ q2 = torch.ops.q2
 NO_SCALES = torch.empty((0, 0), dtype=torch.float8_e4m3fn)
 
 
-def both(x: torch.Tensor) -> list[torch.Tensor]:
+def quantized(x: torch.Tensor, columnwise: bool = False) -> list[torch.Tensor]:
     half = x / 2  # something to fuse with
-    return q2.quantize(half, scheme="fp8", rowwise=True, columnwise=True, amax=q2.amax(half))
+    return q2.quantize(half, scheme="fp8", rowwise=True, columnwise=columnwise, amax=q2.amax(half))
 
 
 def back(codes: torch.Tensor, scale: torch.Tensor, columns: int) -> list[torch.Tensor]:
@@ -37,11 +36,11 @@ def matrix(rows: int, columns: int) -> torch.Tensor:
     return x
 
 
-def assert_compiled_gives_the_same(device: str, rows: int, columns: int) -> None:
+def assert_compiled_gives_the_same(device: str, rows: int, columns: int, both: bool) -> None:
     torch._dynamo.reset()
     x = matrix(rows, columns)
-    want = both(x)
-    got = torch.compile(both)(x.to(device))
+    want = quantized(x, both)
+    got = torch.compile(quantized)(x.to(device), both)
     assert_same_bits([t.cpu() for t in got], want)
     args = got[0], got[2]
     want = back(*(t.cpu() for t in args), columns)
@@ -53,7 +52,7 @@ def test_bits_of_cpp(monkeypatch, shape) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     lower_on_cpu(monkeypatch)
     monkeypatch.setattr(rows, "why_no_conversion", lambda device: None)
-    assert_compiled_gives_the_same("cpu", *shape)
+    assert_compiled_gives_the_same("cpu", *shape, both=False)
 
 
 @pytest.mark.gpu
@@ -61,17 +60,13 @@ def test_bits_of_cpp(monkeypatch, shape) -> None:
 def test_bits_of_triton(shape) -> None:
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("Triton has no e4m3 before compute capability 8.9")
-    disable(["cuda"], "a test")  # transposable.cu would make both operands
-    try:
-        assert_compiled_gives_the_same("cuda", *shape)
-    finally:
-        enable_all()
+    assert_compiled_gives_the_same("cuda", *shape, both=False)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(48, 64), (37, 100), (1024, 2048)])
 def test_bits_of_cuda_in_generated_code(shape) -> None:
-    assert_compiled_gives_the_same("cuda", *shape)
+    assert_compiled_gives_the_same("cuda", *shape, both=True)
 
 
 class Layers(nn.Sequential):

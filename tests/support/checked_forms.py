@@ -18,7 +18,7 @@ TYPES = BF16, torch.float16, torch.float32
 OF_FORMAT = {"nvfp4": "nvfp4_46_pow2", "mxfp4": "mxfp4_rtn"}
 SQUARE = "mxfp4_rceil_32x32"
 # Schemes with Inductor kernels.
-INDUCTOR_CHECKED = "nvfp4_46_pow2", "nvfp4_46", "nvfp4_16x16_pow2", "nvfp4_16x16", SQUARE
+INDUCTOR_CHECKED = "nvfp4_46_pow2", "nvfp4_46", "nvfp4_16x16_pow2", "nvfp4_16x16"
 
 
 def _with_swizzled(*schemes: str) -> tuple[str, ...]:
@@ -84,7 +84,6 @@ CHECKED: dict[str | QuantizerVariant, tuple[str, ...]] = {
     ),
     "masked_unrotate": ("mxfp4_quest",),
     "dequantize": tuple(OF_FORMAT.values()),
-    "padded_ends": ("nvfp4",),
     "signs": ("nvfp4",),
     "split_scales": _with_swizzled("nvfp4_46_pow2", "nvfp4_pow2"),
     "to_e4m3": (OF_FORMAT["mxfp4"],),

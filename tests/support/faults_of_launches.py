@@ -22,15 +22,15 @@ OF_LAUNCHES = (
     fault(
         "a quantizer begins while its operand may still be written",
         f"{_CUDA}/quantize/plan.py",
-        "        return (rotate(),)\n",
-        "        return (rotate(overlaps=True),)\n",
+        "        return (rotate_launch(kernel),)\n",
+        "        return (rotate_launch(kernel, overlaps=True),)\n",
         _ORDER,
     ),
     fault(
         "a quantizer with a tail kernel begins early, and never waits",
         f"{_CUDA}/quantize/plan.py",
-        "        return rotate(), align_launch(",
-        "        return rotate(overlaps=True), align_launch(",
+        "        return rotate_launch(kernel), tail",
+        "        return rotate_launch(kernel, overlaps=True), tail",
         _ORDER,
     ),
     fault(
@@ -156,8 +156,8 @@ OF_LAUNCHES = (
     fault(
         "swizzled scales may begin anywhere",
         f"{_CUDA}/gemm/swizzle.py",
-        "return aligned(scales.flatten())",
-        "return scales.flatten()",
+        "return aligned(factor.scales.flatten())",
+        "return factor.scales.flatten()",
         _RULES,
     ),
     fault(

@@ -45,6 +45,7 @@ from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
     ROUNDED,
     ROUNDED_SWIZZLED,
     SOURCES,
+    RotatingKernel,
     batched_launch,
     rotate_launch,
 )
@@ -80,9 +81,11 @@ EDEN, SR = "nvfp4_ms_eden_pow2", "nvfp4_sr_pow2"
 RARE = ("LDS.U16",)
 
 
-def rotate(source: int, transform: str, scheme: str, directions: tuple, **options) -> Launch:
-    spec = get_scheme(scheme)
-    return rotate_launch(source, get_transform(transform), spec, *directions, **options)
+def rotate(
+    source: int, transform: str, scheme: str, directions: tuple, amax: bool = False, **options
+) -> Launch:
+    how = get_transform(transform), get_scheme(scheme), *directions
+    return rotate_launch(RotatingKernel(source, *how, **options), amax)
 
 
 def align(scheme: str, interleaved: bool) -> Launch:
@@ -228,7 +231,8 @@ def dbias(recipe: str, architecture: str) -> Launch:
     _, transform, rotates_rows = DBIAS[recipe]
     spec = get_scheme(dbias_scheme(recipe, architecture))
     how = {"dbias": True, "rotates_rows": rotates_rows}
-    return rotate_launch(BF16, get_transform(transform), spec, True, True, **how)
+    kernel = RotatingKernel(BF16, get_transform(transform), spec, True, True, **how)
+    return rotate_launch(kernel)
 
 
 # ---- prologue fusion -----------------------------------------------------------------------------

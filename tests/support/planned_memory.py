@@ -194,7 +194,6 @@ class _Code:
             sites = {
                 "q2_Call": _Call,
                 "q2_CallSite": _Site,
-                "q2_View": _View,
                 "torch": torch,
             }
             name, _, value = text.partition(" = ")
@@ -217,11 +216,6 @@ class _Nothing:
     run = __call__
 
 
-class _View:
-    def __init__(self, *where: Any) -> None:
-        pass
-
-
 class _Call:
     """A call of a q2 op, which holds a workspace while it is enqueued: four bytes for each block of
     16 whose scale has to wait for the largest (runtime_kernels/cuda/quantize/plan.py).
@@ -231,7 +225,7 @@ class _Call:
         self, op: str, args: tuple[Any, ...], wanted: tuple[int, ...], **named: Any
     ) -> None:
         given = (*args, *named.values())
-        self.open = sum(arg is ... or isinstance(arg, _View) for arg in given)
+        self.open = sum(arg is ... for arg in given)
         self.wanted, self.scheme = wanted, named.get("scheme")
         self.quantizes = op in SPECS
         self.operands = named.get("rowwise", False) + named.get("columnwise", True)
@@ -250,11 +244,11 @@ class _Call:
 class _Site:
     """Calls that end in one launch."""
 
-    def __init__(self, *sites: Any, fixed: bool, products: Any = (), others: Any = ()) -> None:
+    def __init__(self, *sites: Any, fixed: bool, products: Any = (), others: int = 0) -> None:
         self.sites, self.others = sites, others
 
     def __call__(self, *given: torch.Tensor) -> None:
-        buffers = list(given[sum(site.open for site in self.sites) + len(self.others) :])
+        buffers = list(given[sum(site.open for site in self.sites) + self.others :])
         total = 0
         for site in self.sites:
             total += site.workspace(buffers[: sum(site.wanted)])

@@ -15,7 +15,7 @@ from q2compile.runtime_kernels import check_results
 from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4
 from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.runtime_kernels.cuda.jit.launch import target, unsupported
-from q2compile.runtime_kernels.cuda.quantize import fused, plan, quantizers
+from q2compile.runtime_kernels.cuda.quantize import fused, rotate_quantize
 from q2compile.runtime_kernels.ops.table import QuantizerVariant
 from tests.support.checked_forms import arguments_of
 from tests.support.new_process import forget_checks
@@ -42,7 +42,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> Non
     for place in (torch.cuda, CudaInterface):
         of_device = staticmethod(lambda device=None: properties)
         monkeypatch.setattr(place, "get_device_properties", of_device)
-    for module in (plan, quantizers, fused):
+    for module in (rotate_quantize, fused):
         monkeypatch.setattr(module, "shared_memory", lambda index: 228 * 1024)
     forget_checks()
     for name in ("store", "mark", "unmark", "take_unended"):

@@ -9,7 +9,11 @@ import torch
 
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
 from q2compile.runtime_kernels.cuda.quantize.prologue_expression import PrologueExpression
-from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import SOURCES, rotate_launch
+from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
+    SOURCES,
+    RotatingKernel,
+    rotate_launch,
+)
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.numerics.transforms import get_transform
 
@@ -87,4 +91,5 @@ def fused_launch(
 ) -> Launch:
     """The quantizer that rotates and rounds what the expression computes."""
     transform, spec = get_transform("rht128"), get_scheme(scheme)
-    return rotate_launch(SOURCES[BF16], transform, spec, *directions, prologue=expression)
+    kernel = RotatingKernel(SOURCES[BF16], transform, spec, *directions, prologue=expression)
+    return rotate_launch(kernel)

@@ -5,15 +5,16 @@ import torch
 from torch import Tensor
 
 from q2compile.runtime_kernels.numerics.formats import decode_e2m1
-from q2compile.runtime_kernels.numerics.schemes import Scheme
 from q2compile.runtime_kernels.numerics.swizzle import swizzle_32x4x4, unswizzle_32x4x4
+from q2compile.runtime_kernels.ops.gemm import Factor
 
 
-def swizzled(scales: Tensor, rows: int, spec: Scheme) -> Tensor:
+def swizzled(factor: Factor) -> Tensor:
     """As the function of this name in cuda/gemm/swizzle.py, for nvfp4."""
+    codes, scales, _, spec = factor
     if spec.swizzled:
         return scales
-    plain = scales.view(torch.uint8).repeat_interleave(spec.block[0], 0)[:rows]
+    plain = scales.view(torch.uint8).repeat_interleave(spec.block[0], 0)[: codes.shape[0]]
     return swizzle_32x4x4(plain.view(torch.float8_e4m3fn))
 
 

@@ -1,13 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // The entry points, called through ctypes (kernels.py). No header of torch's or Python's: a C++17 compiler is enough.
-#include "column_sums.h"
 #include "dequantize.h"
 
 extern "C" {
 
 void q2_quantize(const q2::Operand* o) { q2::quantize(*o); }
 void q2_dequantize(const q2::Quantized* q) { q2::dequantize(*q); }
-void q2_column_sums(const q2::Dbias* s) { q2::column_sums(*s); }
 void q2_masked_unrotate(const q2::Masked* m) {
     switch (m->type) {
         case q2::BF16: return q2::masked_unrotate<q2::BF16>(*m);

@@ -23,14 +23,3 @@ from q2compile.runtime_kernels.cuda.gemm import scaled_mm  # isort: skip
 from q2compile.runtime_kernels.cuda.gemm import grouped_bf16, grouped_mm  # isort: skip
 from q2compile.runtime_kernels.cuda.gemm import grouped_triton_fp4  # isort: skip
 from q2compile.runtime_kernels.cuda.gemm import scaled_grouped_mm  # isort: skip
-
-__all__ = [
-    "cublaslt_fp4",
-    "cuda_bf16",
-    "grouped_bf16",
-    "grouped_mm",
-    "grouped_triton_fp4",
-    "scaled_grouped_mm",
-    "scaled_mm",
-    "triton_fp4",
-]

@@ -27,7 +27,7 @@ import torch
 
 from q2compile.runtime_kernels import check_results, checks
 from q2compile.runtime_kernels.check_results import Request
-from q2compile.runtime_kernels.choice import kernels
+from q2compile.runtime_kernels.choice import device_of, kernels
 from q2compile.runtime_kernels.kernel_states import (
     KNOWN,
     Result,
@@ -36,9 +36,9 @@ from q2compile.runtime_kernels.kernel_states import (
     rejected,
 )
 from q2compile.runtime_kernels.numerics.formats import decode_e2m1
-from q2compile.runtime_kernels.numerics.schemes import Scheme
 from q2compile.runtime_kernels.numerics.swizzle import unswizzle_32x4x4
-from q2compile.runtime_kernels.ops.gemm import alpha_of
+from q2compile.runtime_kernels.ops.gemm import Factor, alpha_of, factors_of
+from q2compile.runtime_kernels.ops.table import GEMM, GROUPED_GEMM
 from q2compile.runtime_kernels.selfcheck import GEMM_ERROR, apart
 
 LOG = logging.getLogger("q2compile")
@@ -58,18 +58,6 @@ class WrongError(RuntimeError):
     """A GEMM's first large result is wrong, or its first large launch did not end."""
 
 
-class Factor(NamedTuple):
-    """An operand; of b without a global scale, a has the product of both."""
-
-    codes: torch.Tensor
-    scales: torch.Tensor
-    global_scale: Any
-    spec: Scheme
-
-
-# The epilogue: a function of some rows of the rounded product, their indices, and the first and the
-# last column, to the result.
-Finish = Callable[[torch.Tensor, torch.Tensor, int, int], torch.Tensor]
 UNENDED = "its first large launch did not end in an earlier process"
 
 
@@ -89,14 +77,22 @@ def known(what: Request, call: Sequence[Any] = ()) -> bool:
     """Whether it was compared before, here or by an earlier process.
 
     call: the arguments of the op. If a process has ended at such a launch, the child process runs
-        it first.
+        it first; without memory for it, nothing is known.
 
     Raises:
         WrongError: it was wrong, or did not end.
     """
     found = KNOWN.checks.get(what.check) or check_results.found(what, UNENDED)
-    if found is None and call and check_results.is_struck(what):
-        found = _result_in_child(what, call)
+    on_gpu = what.check[2].type == "cuda"
+    is_capturing = on_gpu and torch.cuda.is_current_stream_capturing()
+    if found is None and call and check_results.is_struck(what) and not is_capturing:
+        again = *what.check[:3], [_described(each) for each in call]
+        try:
+            checks.rejection(what._replace(arguments=again))
+        except Exception as error:
+            if not lacks_memory(error):
+                raise
+        found = KNOWN.checks.get(what.check)
     if found is None:
         return False
     KNOWN.checks[what.check] = found
@@ -105,33 +101,17 @@ def known(what: Request, call: Sequence[Any] = ()) -> bool:
     return True
 
 
-def begin(
-    op: str, name: str, device: torch.device, *which: Hashable, call: Sequence[Any] = ()
-) -> Request | None:
+def begin(op: str, name: str, call: Sequence[Any], *which: Hashable) -> Request | None:
     """The comparison that a large product needs; None if it was made before.
 
-    which: the algorithm or the specialization, and the types of bias and result.
     call: the arguments of the op.
+    which: the algorithm or the specialization, and the types of bias and result.
 
     Raises:
         WrongError: it was wrong, or did not end.
     """
-    what = request(op, name, device, *which)
+    what = request(op, name, device_of(call), *which)
     return None if known(what, call) else what
-
-
-def _result_in_child(what: Request, call: Sequence[Any]) -> Result | None:
-    """The result of such a product in the child process of self-checks; None without memory for
-    it."""
-    if what.check[2].type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return None
-    again = *what.check[:3], [_described(each) for each in call]
-    try:
-        checks.rejection(what._replace(arguments=again))
-    except Exception as error:
-        if not lacks_memory(error):
-            raise
-    return KNOWN.checks.get(what.check)
 
 
 class _Described(NamedTuple):
@@ -201,37 +181,35 @@ def request(op: str, name: str, device: torch.device, *which: Hashable) -> Reque
     return Request((op, name, device, "first launch", *which), __name__, ())
 
 
-def compare(
-    what: Request,
-    out: torch.Tensor,
-    a: Factor,
-    b: Factor,
-    bias: torch.Tensor | None,
-    finish: Finish | None = None,
-) -> None:
-    """Compares rows of a result with a BF16 GEMM, and stores the outcome. Does nothing if there is
-    not enough memory.
+def launched(
+    what: Request | None, args: Sequence[Any], run: Callable[[], torch.Tensor]
+) -> torch.Tensor:
+    """The result of run(), a launch by the op with these arguments. what: the comparison that it
+    needs, if it needs one.
+
+    Raises:
+        WrongError: it is wrong.
+    """
+    with marked(what):
+        out = run()
+        if what is not None:
+            compare(what, out, args)
+    return out
+
+
+def compare(what: Request, out: torch.Tensor, args: Sequence[Any]) -> None:
+    """Compares rows of a result of a GEMM with a BF16 GEMM, and stores the outcome; of
+    q2::grouped_gemm rows of some groups, from all over, and the rows of no group, which must be
+    zero. Does nothing if there is not enough memory. args: of the op.
 
     Raises:
         WrongError: they differ.
     """
-    _compare(what, out, lambda: _worst(out, a, b, bias, finish))
-
-
-def compare_grouped(
-    what: Request, out: torch.Tensor, a: Factor, b: Factor, offs: torch.Tensor, gemm: str
-) -> None:
-    """Compares a result of q2::grouped_gemm (ops/grouped_gemm.py): rows of some groups, from all
-    over, and the rows of no group, which must be zero."""
-    _compare(what, out, lambda: _worst_of_groups(out, a, b, offs, gemm))
-
-
-def _compare(what: Request, out: torch.Tensor, worst_of: Callable[[], tuple[float, float]]) -> None:
     if out.is_cuda and torch.cuda.is_current_stream_capturing():
         return
     try:
         with torch.no_grad():
-            worst, telling = worst_of()
+            worst, telling = _worst_of(what.check[0], out, args)
     except Exception as error:
         if lacks_memory(error):
             return
@@ -250,6 +228,20 @@ def _compare(what: Request, out: torch.Tensor, worst_of: Callable[[], tuple[floa
     check_results.store(what, result)
     if reason is not None:
         raise WrongError(reason)
+
+
+def _worst_of(op: str, out: torch.Tensor, args: Sequence[Any]) -> tuple[float, float]:
+    (a, b), (third, *_, more, _) = factors_of(args), args[6:]
+    if op == GROUPED_GEMM:
+        return _worst_of_groups(out, a, b, third, more)
+    if op == GEMM:
+        return _worst(out, a, b, third)
+
+    def finish(product: torch.Tensor, rows: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+        part = third[rows, begin // 8 : end // 8].contiguous()
+        return torch.ops.q2.masked_unrotate(product, part, more)
+
+    return _worst(out, a, b, finish=finish)
 
 
 def _worst_of_groups(
@@ -276,7 +268,7 @@ def _worst_of_groups(
         else:
             weight = _contracted(b, 2 * half * group, 2 * half * (group + 1))
             of_group, own, firsts = out[start:end], (a, weight), (start, 0)
-        found.append(_worst(of_group, *own, None, None, firsts, rows))
+        found.append(_worst(of_group, *own, firsts=firsts, most=rows))
     # Without any rows there is nothing to see, ever.
     return max(w for w, _ in found), max(t for _, t in found) if spans else 1.0
 
@@ -291,20 +283,22 @@ def _worst(
     out: torch.Tensor,
     a: Factor,
     b: Factor,
-    bias: torch.Tensor | None,
-    finish: Finish | None,
+    bias: torch.Tensor | None = None,
+    finish: Callable[[torch.Tensor, torch.Tensor, int, int], torch.Tensor] | None = None,
     firsts: Sequence[int] = (0, 0),
     most: int = ROWS,
 ) -> tuple[float, float]:
     """The largest error, of the whole and of any chunk, divided by what rounding explains; and
     which part of the rows is finite and not zero.
 
+    finish: the epilogue, of some rows of the rounded product, their indices, and the first and the
+        last column.
     firsts: the rows of a and of b that the result begins with.  most: rows that are compared.
     """
     rows, columns = out.shape
     picked = torch.linspace(0, rows - 1, min(most, rows), device=out.device).round().long()
     a_rows = _values(_rows_of(a, picked + firsts[0]))
-    alpha, dtype = alpha_of(a.global_scale, b.global_scale), out.dtype
+    alpha, dtype = alpha_of(a, b), out.dtype
     errors: list[torch.Tensor] = []
     sizes: list[torch.Tensor] = []
     finite = torch.ones_like(picked, dtype=torch.bool)
@@ -346,7 +340,7 @@ def _rows_of(factor: Factor, rows: torch.Tensor) -> Factor:
     """The given rows of an operand, with scales that are not swizzled and one per row."""
     codes, scales, global_scale, spec = factor
     if spec.swizzled:
-        scales = unswizzle_32x4x4(scales, codes.shape[0], 2 * codes.shape[1] // spec.width)
+        scales = unswizzle_32x4x4(scales, codes.shape[0], factor.contraction // spec.width)
     # A scale has no index on every device.
     picked = scales.view(torch.uint8)[rows // spec.block[0]].view(scales.dtype)
     return Factor(codes[rows], picked, global_scale, spec)

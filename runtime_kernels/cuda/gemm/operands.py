@@ -4,26 +4,26 @@
 import torch
 from torch.nn.functional import pad
 
-from q2compile.runtime_kernels.numerics.schemes import get_scheme
+from q2compile.runtime_kernels.ops.gemm import Factor
 
 ALIGNMENT = 16  # bytes, of every operand and of the rows of codes
 
 
-def two_formats(a_scheme: str, b_scheme: str) -> str | None:
-    formats = get_scheme(a_scheme).format, get_scheme(b_scheme).format
-    return None if formats[0] == formats[1] else f"the operands are {formats[0]} and {formats[1]}"
-
-
-def reads_codes(a_scheme: str, b_scheme: str) -> str | None:
-    dequantized = get_scheme(a_scheme).dequantized or get_scheme(b_scheme).dequantized
+def why_not_fp4(a: Factor, b: Factor) -> str | None:
+    """None if both operands are codes of one format, otherwise the reason in words."""
+    if a.spec.format != b.spec.format:
+        return f"the operands are {a.spec.format} and {b.spec.format}"
+    dequantized = a.spec.dequantized or b.spec.dequantized
     return "it reads codes, not dequantized operands" if dequantized else None
 
 
 def without_contraction(
-    a_codes: torch.Tensor, b_codes: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
-) -> torch.Tensor:
-    """An empty sum plus the bias: the product where a size is 0."""
-    out = a_codes.new_zeros((a_codes.shape[0], b_codes.shape[0]), dtype=dtype)
+    a: Factor, b: Factor, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor | None:
+    """An empty sum plus the bias: the product where a size is 0; elsewhere None."""
+    if 0 not in (*a.codes.shape, b.codes.shape[0]):
+        return None
+    out = a.codes.new_zeros((a.codes.shape[0], b.codes.shape[0]), dtype=dtype)
     return out if bias is None else out + bias.to(dtype)
 
 

@@ -9,6 +9,8 @@ contracted groups are multiples of 16, and the result is bf16. No contracted gro
 which CUTLASS cannot describe to the hardware, so wgrad's are filled (ops/padded_ends.py).
 """
 
+from typing import Any
+
 import torch
 
 from q2compile.runtime_kernels.cuda.gemm.grouped_mm import zero_rows, zero_rows_launch
@@ -16,24 +18,19 @@ from q2compile.runtime_kernels.cuda.gemm.scaled_mm import UNIT
 from q2compile.runtime_kernels.cuda.jit.launch import unsupported
 from q2compile.runtime_kernels.cuda.jit.limits import capability_of
 from q2compile.runtime_kernels.kernel_states import assumed_capability
-from q2compile.runtime_kernels.numerics.schemes import get_scheme
-from q2compile.runtime_kernels.ops.grouped_gemm import (
-    as_grouped,
-    checked_grouped_gemm,
-    result_shape,
-)
+from q2compile.runtime_kernels.ops.gemm import checked_factors, factors_of
+from q2compile.runtime_kernels.ops.grouped_gemm import as_grouped, result_shape
 from q2compile.runtime_kernels.registry import SCALED_GROUPED_MM, kernel
 
 _MOST_GROUPS = 1023  # torch prepares them by one thread block
 
 
-def _unsupported(
-    a_codes, a_scales, a_global, b_codes, b_scales, b_global, offs, a_scheme, b_scheme, gemm, dtype
-) -> str | None:
-    for scheme in (a_scheme, b_scheme):
-        if not get_scheme(scheme).is_tensorwise or get_scheme(scheme).form:
-            return f"it multiplies codes of fp8, not {scheme}"
-    if (capability := capability_of(a_codes.device)) != (9, 0):
+def _unsupported(*args: Any) -> str | None:
+    (a, b), (offs, *_, gemm, dtype) = factors_of(args), args[6:]
+    for each in (a, b):
+        if not each.spec.is_tensorwise or each.spec.form:
+            return f"it multiplies codes of fp8, not {each.spec.name}"
+    if (capability := capability_of(a.codes.device)) != (9, 0):
         return "torch has it for compute capability 9.0, this is {}.{}".format(*capability)
     if dtype != torch.bfloat16:
         return f"its result is bfloat16, not {dtype}"
@@ -41,17 +38,17 @@ def _unsupported(
     if not isinstance(groups, int) or groups > _MOST_GROUPS:
         return f"torch's grouped product takes at most {_MOST_GROUPS} groups, not {groups}"
     sizes = {
-        "fprop": (a_codes.shape[1], b_codes.shape[0] // groups),
-        "dgrad": (a_codes.shape[1], b_codes.shape[0]),
-        "wgrad": (b_codes.shape[0],),
+        "fprop": (a.codes.shape[1], b.codes.shape[0] // groups),
+        "dgrad": (a.codes.shape[1], b.codes.shape[0]),
+        "wgrad": (b.codes.shape[0],),
     }[gemm]
     if odd := [size for size in sizes if not isinstance(size, int) or size % UNIT]:
         return f"its columns and contraction must be multiples of {UNIT}, not {odd[0]}"
-    return None if assumed_capability() else unsupported(a_codes.device.index)
+    return None if assumed_capability() else unsupported(a.codes.device.index)
 
 
-def _prepare(a_codes, *others) -> None:
-    zero_rows_launch().warm_up(a_codes.device.index)
+def _prepare(*args: Any) -> None:
+    zero_rows_launch().warm_up(args[0].device.index)
 
 
 @kernel(
@@ -61,19 +58,17 @@ def _prepare(a_codes, *others) -> None:
     unsupported=_unsupported,
     prepare=_prepare,
 )
-def scaled_grouped_mm(
-    a_codes, a_scales, a_global, b_codes, b_scales, b_global, offs, a_scheme, b_scheme, gemm, dtype
-) -> torch.Tensor:
+def scaled_grouped_mm(*args: Any) -> torch.Tensor:
     """See ops/grouped_gemm.py."""
-    operands = (a_codes, a_scales, a_global, b_codes, b_scales, b_global)
-    checked_grouped_gemm(*operands, a_scheme, b_scheme)
+    factors, (offs, *_, gemm, dtype) = checked_factors("grouped_gemm", args), args[6:]
     groups, contracts = offs.shape[0], gemm == "wgrad"
-    a, b = a_codes.contiguous(), as_grouped(b_codes.contiguous(), gemm, groups)
+    a = factors[0].codes.contiguous()
+    b = as_grouped(factors[1].codes.contiguous(), gemm, groups)
     if 0 in (*a.shape, *b.shape):
-        return a.new_zeros(result_shape(a_codes, b_codes, groups, gemm), dtype=dtype)
+        return a.new_zeros(result_shape(*factors, groups, gemm), dtype=dtype)
     count = groups if contracts else 1
-    a_scale = a_global.expand(count * a.shape[0]).contiguous()
-    b_scale = b_global.expand(count * b.shape[-1]).contiguous()
+    a_scale = factors[0].global_scale.expand(count * a.shape[0]).contiguous()
+    b_scale = factors[1].global_scale.expand(count * b.shape[-1]).contiguous()
     out = torch._scaled_grouped_mm(
         a,
         b,

@@ -8,39 +8,42 @@ bits between instructions, would gain about 2% of a step (examples/benchmarks/KE
 rows of the second operand are padded to a multiple of 16, and the result is cut.
 """
 
+from typing import Any
+
 import torch
 from torch.nn.functional import pad
 
 from q2compile.runtime_kernels.choice import choose
 from q2compile.runtime_kernels.cuda.gemm.operands import without_contraction
 from q2compile.runtime_kernels.cuda.jit.limits import capability_of, why_no_fp8, why_not_in_e4m3
-from q2compile.runtime_kernels.numerics.schemes import get_scheme
-from q2compile.runtime_kernels.ops.gemm import checked_gemm
+from q2compile.runtime_kernels.ops.gemm import Factor, checked_gemm, factors_of
 from q2compile.runtime_kernels.ops.table import TO_E4M3
 from q2compile.runtime_kernels.registry import CUDA, SCALED_MM, kernel, warm_up
 
 UNIT = 16  # rows of the second operand, and the contraction, which quantizers pad
 
 
-def _unsupported(
-    a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
-) -> str | None:
-    capability = capability_of(a_codes.device)
-    for *operand, scheme in (
-        (a_codes, a_scales, a_global, a_scheme),
-        (b_codes, b_scales, b_global, b_scheme),
-    ):
-        spec = get_scheme(scheme)
-        if spec.is_tensorwise and not spec.form:
+def _unsupported(*args: Any) -> str | None:
+    a, b = factors_of(args)
+    capability = capability_of(a.codes.device)
+    for each in (a, b):
+        if each.spec.is_tensorwise and not each.spec.form:
             continue
-        if spec.format != "mxfp4" or spec.form or b_global is None:
-            return f"it multiplies codes of fp8 and mxfp4, each with its scales, not {scheme}"
+        if each.spec.format != "mxfp4" or each.spec.form or b.global_scale is None:
+            return (
+                f"it multiplies codes of fp8 and mxfp4, each with its scales, not {each.spec.name}"
+            )
         why = why_not_in_e4m3(capability)
-        if why is None and choose(TO_E4M3, (*operand, scheme)).name != CUDA:
+        if why is None and choose(TO_E4M3, _named(each)).name != CUDA:
             why = f"kernel {CUDA!r} of q2::{TO_E4M3} does not run"
         if why is not None:
             return why
     return why_no_fp8(capability)
+
+
+def _named(factor: Factor) -> tuple:
+    """The arguments of q2::to_e4m3."""
+    return (*factor[:3], factor.spec.name)
 
 
 def adds_bias(bias_dtype: torch.dtype | None, dtype: torch.dtype) -> bool:
@@ -48,35 +51,27 @@ def adds_bias(bias_dtype: torch.dtype | None, dtype: torch.dtype) -> bool:
     return bias_dtype is None or (bias_dtype == dtype and dtype.itemsize == 2)
 
 
-def _prepare(
-    a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
-) -> None:
-    for operand in (
-        (a_codes, a_scales, a_global, a_scheme),
-        (b_codes, b_scales, b_global, b_scheme),
-    ):
-        if not get_scheme(operand[-1]).is_tensorwise:
-            warm_up(TO_E4M3, operand)
+def _prepare(*args: Any) -> None:
+    for each in factors_of(args):
+        if not each.spec.is_tensorwise:
+            warm_up(TO_E4M3, _named(each))
 
 
-def _in_e4m3(codes, scales, global_scale, scheme: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _in_e4m3(factor: Factor) -> tuple[torch.Tensor, torch.Tensor]:
     """The elements of an operand, and the scale of all."""
-    if get_scheme(scheme).is_tensorwise:
-        return codes, global_scale
-    return torch.ops.q2.to_e4m3(codes, scales, global_scale, scheme)
+    if factor.spec.is_tensorwise:
+        return factor.codes, factor.global_scale
+    return torch.ops.q2.to_e4m3(*_named(factor))
 
 
 @kernel("gemm", SCALED_MM, device_type="cuda", unsupported=_unsupported, prepare=_prepare)
-def gemm_scaled_mm(
-    a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
-) -> torch.Tensor:
+def gemm_scaled_mm(*args: Any) -> torch.Tensor:
     """See ops/gemm.py."""
-    checked_gemm(a_codes, a_scales, a_global, b_codes, b_scales, b_global, a_scheme, b_scheme)
-    rows = b_codes.shape[0]
-    if 0 in (*a_codes.shape, rows):
-        return without_contraction(a_codes, b_codes, bias, dtype)
-    a, a_scale = _in_e4m3(a_codes, a_scales, a_global, a_scheme)
-    b, b_scale = _in_e4m3(b_codes, b_scales, b_global, b_scheme)
+    factors, (bias, *_, dtype) = checked_gemm(args), args[6:]
+    if (empty := without_contraction(*factors, bias, dtype)) is not None:
+        return empty
+    (a, a_scale), (b, b_scale) = map(_in_e4m3, factors)
+    rows = b.shape[0]
     inside = adds_bias(None if bias is None else bias.dtype, dtype)
     missing, added = -rows % UNIT, bias if inside else None
     if missing:

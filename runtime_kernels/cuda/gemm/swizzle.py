@@ -27,7 +27,8 @@ from q2compile.runtime_kernels.cuda.calls import (
 from q2compile.runtime_kernels.cuda.gemm.operands import aligned
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, launch
 from q2compile.runtime_kernels.numerics.layout import ceil_div
-from q2compile.runtime_kernels.numerics.schemes import Scheme, get_scheme
+from q2compile.runtime_kernels.numerics.schemes import get_scheme
+from q2compile.runtime_kernels.ops.gemm import Factor
 
 THREADS = 256
 
@@ -43,13 +44,13 @@ def prepare(index: int, *schemes: str) -> None:
         swizzle_launch().warm_up(index)
 
 
-def swizzled(scales: torch.Tensor, rows: int, spec: Scheme) -> torch.Tensor:
-    """Scales of `rows` rows in the 32x4x4 layout, flat, padded with zeros, at an aligned address;
-    those of square blocks are repeated for each of their rows. A scheme that has them so already
-    keeps them, unless they are a view that begins anywhere."""
-    if spec.swizzled:
-        return aligned(scales.flatten())
-    return _swizzled(scales, rows, spec.block[0])
+def swizzled(factor: Factor) -> torch.Tensor:
+    """The scales of an operand in the 32x4x4 layout, flat, padded with zeros, at an aligned
+    address; those of square blocks are repeated for each of their rows. A scheme that has them so
+    already keeps them, unless they are a view that begins anywhere."""
+    if factor.spec.swizzled:
+        return aligned(factor.scales.flatten())
+    return _swizzled(factor.scales, factor.codes.shape[0], factor.spec.block[0])
 
 
 def _swizzle_call(scales: torch.Tensor, rows: int, height: int) -> LaunchPlan:

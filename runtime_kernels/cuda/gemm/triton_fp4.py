@@ -4,8 +4,9 @@ one launch, nvfp4 and mxfp4."""
 
 import functools
 import importlib.util
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -15,8 +16,7 @@ from q2compile.runtime_kernels.cuda.gemm.operands import (
     ALIGNMENT,
     aligned,
     padded,
-    reads_codes,
-    two_formats,
+    why_not_fp4,
     without_contraction,
 )
 from q2compile.runtime_kernels.cuda.jit.launch import multiprocessors
@@ -29,16 +29,15 @@ from q2compile.runtime_kernels.kernel_states import (
     kernels_own,
 )
 from q2compile.runtime_kernels.numerics.layout import ceil_div
-from q2compile.runtime_kernels.numerics.transforms import get_transform
-from q2compile.runtime_kernels.ops.gemm import checked_gemm
+from q2compile.runtime_kernels.numerics.transforms import Transform, get_transform
+from q2compile.runtime_kernels.ops.gemm import checked_gemm, factors_of
 from q2compile.runtime_kernels.ops.masked_unrotate import check_shape
 from q2compile.runtime_kernels.ops.table import GEMM, GEMM_MASKED_UNROTATE
 from q2compile.runtime_kernels.registry import TRITON_FP4
 
 
-def _why_not(*args) -> str | None:
-    schemes = args[7:9]
-    return unserved(args[0].device.index) or two_formats(*schemes) or reads_codes(*schemes)
+def _why_not(*args: Any) -> str | None:
+    return unserved(args[0].device.index) or why_not_fp4(*factors_of(args))
 
 
 def unserved(index: int) -> str | None:
@@ -48,93 +47,68 @@ def unserved(index: int) -> str | None:
     return why_no_dot_scaled(capability_of(index), triton_version())
 
 
-def _prepare(*args) -> None:
+def _prepare(*args: Any) -> None:
     swizzle.prepare(args[0].device.index, *args[7:9])
 
 
-@cuda_kernel("gemm", TRITON_FP4, _why_not, _prepare)
-def gemm_triton(
-    a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
-) -> torch.Tensor:
+@cuda_kernel(GEMM, TRITON_FP4, _why_not, _prepare)
+def gemm_triton(*args: Any) -> torch.Tensor:
     """See ops/gemm.py."""
-    operands = (a_codes, a_scales, a_global, b_codes, b_scales, b_global)
-    return _gemm(*operands, bias, a_scheme, b_scheme, dtype)
+    return _gemm(GEMM, args, bias=args[6])
 
 
-def _why_no_unrotation(*args) -> str | None:
+def _why_no_unrotation(*args: Any) -> str | None:
     if args[9] != "h32":
         return f"its epilogue rotates chunks of 32 without signs back, not {args[9]}"
     return _why_not(*args)
 
 
-@cuda_kernel("gemm_masked_unrotate", TRITON_FP4, _why_no_unrotation, _prepare)
-def gemm_masked_unrotate_triton(
-    a_codes, a_scales, a_global, b_codes, b_scales, b_global, mask, a_scheme, b_scheme, *more
-) -> torch.Tensor:
+@cuda_kernel(GEMM_MASKED_UNROTATE, TRITON_FP4, _why_no_unrotation, _prepare)
+def gemm_masked_unrotate_triton(*args: Any) -> torch.Tensor:
     """See ops/gemm_masked_unrotate.py."""
-    transform, dtype = more
-    check_shape((a_codes.shape[0], b_codes.shape[0]), mask, get_transform(transform))
-    operands = (a_codes, a_scales, a_global, b_codes, b_scales, b_global)
-    return _gemm(*operands, None, a_scheme, b_scheme, dtype, mask, transform)
+    transform = get_transform(args[9])
+    check_shape((args[0].shape[0], args[3].shape[0]), args[6], transform)
+    return _gemm(GEMM_MASKED_UNROTATE, args, mask=args[6], transform=transform)
 
 
 def _gemm(
-    a_codes,
-    a_scales,
-    a_global,
-    b_codes,
-    b_scales,
-    b_global,
-    bias,
-    a_scheme,
-    b_scheme,
-    dtype,
-    mask=None,
-    transform="none",
+    op: str,
+    args: Sequence[Any],
+    bias: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    transform: Transform | None = None,
 ) -> torch.Tensor:
     """The product; masked and rotated back, where a mask is given."""
     from q2compile.runtime_kernels.cuda.gemm.triton_kernel import Unrotation, choose_tile, gemm_fp4
 
-    operands = (a_codes, a_scales, a_global, b_codes, b_scales, b_global)
-    a_spec, b_spec = checked_gemm(*operands, a_scheme, b_scheme)
-    if b_global is None:
-        b_global = a_global.new_ones(())
-    rows, columns = a_codes.shape[0], b_codes.shape[0]
-    if 0 in (*a_codes.shape, columns):
-        return without_contraction(a_codes, b_codes, bias, dtype)
-    width = ceil_div(a_codes.shape[1], ALIGNMENT) * ALIGNMENT
-    a = padded(a_codes, rows, width), swizzle.swizzled(a_scales, rows, a_spec), a_global
-    b = padded(b_codes, columns, width), swizzle.swizzled(b_scales, columns, b_spec), b_global
-    index = a_codes.device.index
-    major = torch.cuda.get_device_capability(index)[0]
-    tile = choose_tile(major, rows, columns, multiprocessors(index))
+    (a, b), dtype = checked_gemm(args), args[-1]
+    if (empty := without_contraction(a, b, bias, dtype)) is not None:
+        return empty
+    rows, columns, device = a.codes.shape[0], b.codes.shape[0], a.codes.device
+    width = ceil_div(a.codes.shape[1], ALIGNMENT) * ALIGNMENT
+    left, right = (
+        each._replace(
+            codes=padded(each.codes, each.codes.shape[0], width), scales=swizzle.swizzled(each)
+        )
+        for each in (a, b)
+    )
+    major = torch.cuda.get_device_capability(device.index)[0]
+    tile = choose_tile(major, rows, columns, multiprocessors(device.index))
     unrotation = None
-    if mask is not None:
-        unrotation = Unrotation(aligned(mask.contiguous()), get_transform(transform).norm)
-    variant = tile, a_spec.width, dtype, bias is None or bias.dtype, transform, width % tile.k
-    op = GEMM if mask is None else GEMM_MASKED_UNROTATE
+    if mask is not None and transform is not None:
+        unrotation = Unrotation(aligned(mask.contiguous()), transform.norm)
+    variant: tuple = tile, a.spec.width, dtype, bias is None or bias.dtype
+    variant += transform and transform.name, width % tile.k
     first = None
     if first_launch.needed(rows, columns, 2 * width):
-        of_rows = first_launch.rows_class(rows)
-        schemes = a_scheme, b_scheme
-        masked = (mask, *schemes, transform)
-        call = (*operands, *((bias, *schemes) if mask is None else masked), dtype)
-        first = first_launch.begin(op, TRITON_FP4, a_codes.device, *variant, of_rows, call=call)
+        which = *variant, first_launch.rows_class(rows)
+        first = first_launch.begin(op, TRITON_FP4, args, *which)
 
-    def finish(rows_of_product, picked, begin, end):
-        part = mask[picked, begin // 8 : end // 8].contiguous()
-        return torch.ops.q2.masked_unrotate(rows_of_product, part, transform)
+    def launch() -> torch.Tensor:
+        with compiling(op, device, variant), on_device(device.index):
+            return gemm_fp4(left, right, bias, dtype, tile, unrotation)
 
-    with first_launch.marked(first):
-        with compiling(op, a_codes.device, variant), on_device(index):
-            out = gemm_fp4(a, b, bias, a_spec.width, dtype, tile, unrotation)
-        if first is not None:
-            factors = (
-                first_launch.Factor(a_codes, a_scales, a_global, a_spec),
-                first_launch.Factor(b_codes, b_scales, b_global, b_spec),
-            )
-            first_launch.compare(first, out, *factors, bias, finish if mask is not None else None)
-    return out
+    return first_launch.launched(first, args, launch)
 
 
 @contextmanager

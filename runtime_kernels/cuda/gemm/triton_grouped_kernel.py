@@ -31,9 +31,7 @@ import triton.language as tl
 
 from q2compile.runtime_kernels.cuda.gemm.triton_kernel import Tile, place, scale_bytes
 from q2compile.runtime_kernels.numerics.layout import ceil_div
-from q2compile.runtime_kernels.numerics.schemes import Scheme
-
-Operand = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # codes, plain scales, global scale
+from q2compile.runtime_kernels.ops.gemm import Factor
 
 
 @triton.jit
@@ -183,30 +181,29 @@ def contraction_in_groups(
 
 
 def grouped_gemm_fp4(
-    a: Operand,
-    b: Operand,
+    a: Factor,
+    b: Factor,
     offs: torch.Tensor,
-    specs: tuple[Scheme, Scheme],
     gemm: str,
     dtype: torch.dtype,
     tile: Tile,
 ) -> torch.Tensor:
     """The products of two operands of one format, of which no size is 0: see
     ops/grouped_gemm.py."""
-    (a_codes, a_scales, a_global), (b_codes, b_scales, b_global) = a, b
-    groups, m, columns = offs.shape[0], a_codes.shape[0], b_codes.shape[0]
-    blocks = 2 * a_codes.shape[1] // specs[0].width
+    groups, m, columns = offs.shape[0], a.codes.shape[0], b.codes.shape[0]
+    width = a.spec.width
+    blocks = a.contraction // width
     n = columns // groups if gemm == "fprop" else columns
-    out = a_codes.new_empty((groups * m if gemm == "wgrad" else m, n), dtype=dtype)
+    out = a.codes.new_empty((groups * m if gemm == "wgrad" else m, n), dtype=dtype)
     pointers = (
-        *(a_codes.contiguous(), b_codes.contiguous()),
-        *(scale_bytes(a_scales.contiguous()), scale_bytes(b_scales.contiguous())),
-        *(a_global, b_global, offs.contiguous(), out),
+        *(a.codes.contiguous(), b.codes.contiguous()),
+        *(scale_bytes(a.scales.contiguous()), scale_bytes(b.scales.contiguous())),
+        *(a.global_scale, b.global_scale, offs.contiguous(), out),
     )
     common = {
-        "BLOCK": specs[0].width,
-        "A_HEIGHT": specs[0].block[0],
-        "B_HEIGHT": specs[1].block[0],
+        "BLOCK": width,
+        "A_HEIGHT": a.spec.block[0],
+        "B_HEIGHT": b.spec.block[0],
         "TILE_M": tile.m,
         "TILE_N": tile.n,
         "TILE_K": tile.k,
@@ -224,7 +221,7 @@ def grouped_gemm_fp4(
         *pointers,
         *(m, n, blocks, *of_b),
         ALIGNED=math.gcd(blocks, 16),
-        WHOLE=blocks % (tile.k // specs[0].width) == 0,
+        WHOLE=blocks % (tile.k // width) == 0,
         ENTRIES=triton.next_power_of_2(groups + 1),
         **common,
     )

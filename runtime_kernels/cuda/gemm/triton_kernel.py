@@ -31,6 +31,7 @@ import triton
 import triton.language as tl
 
 from q2compile.runtime_kernels.numerics.layout import ceil_div
+from q2compile.runtime_kernels.ops.gemm import Factor
 
 
 class Unrotation(NamedTuple):
@@ -188,25 +189,24 @@ def _gemm_fp4(
 
 
 def gemm_fp4(
-    a: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    b: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    a: Factor,
+    b: Factor,
     bias: torch.Tensor | None,
-    width: int,
     dtype: torch.dtype,
     tile: Tile,
     unrotation: Unrotation | None = None,
 ) -> torch.Tensor:
-    """The product of two quantized matrices (codes, swizzled scales, global_scale) of one format,
-    whose blocks are of `width`: [M, N]. With `unrotation`, N is whole chunks."""
-    (a_codes, a_scales, a_global), (b_codes, b_scales, b_global) = a, b
-    m, n, half = a_codes.shape[0], b_codes.shape[0], a_codes.shape[1]
-    out = torch.empty((m, n), dtype=dtype, device=a_codes.device)
+    """The product of two quantized matrices of one format, whose scales are swizzled: [M, N]. With
+    `unrotation`, N is whole chunks."""
+    m, n, half = a.codes.shape[0], b.codes.shape[0], a.codes.shape[1]
+    b_global = a.global_scale.new_ones(()) if b.global_scale is None else b.global_scale
+    out = torch.empty((m, n), dtype=dtype, device=a.codes.device)
     _gemm_fp4[(ceil_div(m, tile.m) * ceil_div(n, tile.n),)](
-        a_codes.contiguous(),
-        b_codes.contiguous(),
-        scale_bytes(a_scales),
-        scale_bytes(b_scales),
-        a_global,
+        a.codes.contiguous(),
+        b.codes.contiguous(),
+        scale_bytes(a.scales),
+        scale_bytes(b.scales),
+        a.global_scale,
         b_global,
         out if bias is None else bias,
         out if unrotation is None else unrotation.mask.view(torch.uint32),
@@ -214,7 +214,7 @@ def gemm_fp4(
         m,
         n,
         half,
-        BLOCK=width,
+        BLOCK=a.spec.width,
         BIASED=bias is not None,
         NORM=None if unrotation is None else unrotation.norm,
         WHOLE=2 * half % tile.k == 0,

@@ -10,7 +10,6 @@ from q2compile.runtime_kernels.cuda.calls import (
     MOST_OPERANDS,
     BufferSlot,
     LaunchStep,
-    TailStep,
     in_places,
 )
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, launch
@@ -57,14 +56,18 @@ class Sums(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Alignment(TailStep):
-    """The tail of a quantizer: align_scales.cu or finalize_dequantized.cu.
+class Alignment:
+    """The tail of a quantizer: align_scales.cu or finalize_dequantized.cu. Plans with the same
+    launch can share it (grouped_launch.py).
 
+    operands: at most MOST_OPERANDS.
     thread_blocks: for each operand, and for each of the sums.
     sums: column sums that it adds up as well.
     summing: the variant that adds up sums, used in place of `launch` if there are any.
     """
 
+    launch: Launch
+    operands: tuple[TailOperand, ...]
     thread_blocks: int
     sums: tuple[Sums, ...] = ()
     summing: Launch | None = None

@@ -32,6 +32,7 @@ from q2compile.runtime_kernels.cuda.quantize.prologue_expression import Prologue
 from q2compile.runtime_kernels.cuda.quantize.quantizers import operand_slots
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
     SOURCES,
+    RotatingKernel,
     has_room_for_two,
     shared_memory,
 )
@@ -73,34 +74,18 @@ def fused_plan(
         operands += operand_slots(call, first, output)
         first += len(tensors_of(call.positional))
         output += len(call.outputs)
-    return quantizer_plan(
-        index,
-        SOURCES[prologue.dtype],
-        calls[0].scheme,
-        calls[0].transform,
-        (0, prologue.rows, prologue.cols, 0, 0),
-        operands,
-        tensors,
-        x=(0, 0, 0),
-        prologue=prologue,
-        rotates_rows=calls[0].rotates_rows,
-    )
+    extents = 0, prologue.rows, prologue.cols, 0, 0
+    kernel = _kernel(prologue, calls[0], index)
+    return quantizer_plan(index, kernel, extents, operands, tensors, x=(0, 0, 0))
+
+
+def _kernel(prologue: PrologueExpression, call: QuantizerCall, index: int) -> RotatingKernel:
+    return RotatingKernel.of(call, SOURCES[prologue.dtype], index, prologue=prologue)
 
 
 def prepare(prologue: PrologueExpression, call: QuantizerCall, index: int) -> list[Future]:
     """Starts the compilation of the kernels of such a call by NVRTC, in threads."""
-    needed = launches(
-        SOURCES[prologue.dtype],
-        call.scheme,
-        call.transform,
-        (call.rowwise, call.columnwise),
-        room=shared_memory(index),
-        vectors=True,
-        amax_known=False,
-        prologue=prologue,
-        rotates_rows=call.rotates_rows,
-    )
-    return begin_compiling(needed, index)
+    return begin_compiling(launches(_kernel(prologue, call, index)), index)
 
 
 def check_of(graph: InGraph, *args: Any) -> Request | None:

@@ -1,19 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped launches: one tail kernel for several calls. That of quantizers also multiplies their
-global scales.
+"""Grouped launches: one tail kernel for several quantizers, which also multiplies their global
+scales.
 
 separate   rotate x, align x, rotate w, align w, product of the global scales, GEMM
 grouped    rotate x, rotate w, align both and multiply their global scales, GEMM
            rotate x and w by a batched launch, if their kernels are equal and neither is large
-
-separate   dequantize x, dequantize w, BF16 GEMM
-grouped    dequantize both, BF16 GEMM
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -58,14 +55,16 @@ def grouped_plan(
     steps = _merged(
         _moved(step, i, slots) for i, plan in enumerate(plans) for step in plan.steps[:-1]
     )
-    tails = {i: plan.tail for i, plan in enumerate(plans)}
-    assert None not in tails.values() and len({t.launch for t in tails.values() if t}) == 1
-    operands = [o for i, each in tails.items() if each for o in slots.of_all(i, each.operands)]
-    tail: Any = tails[0]
-    if isinstance(tail, Alignment):
-        tail = _all_of(tail, tails, slots)
-        operands = _multiplying(operands, slots, products)
-    tail = replace(tail, operands=tuple(operands))
+    tails: list[Alignment] = [plan.tail for plan in plans]
+    assert None not in tails and len({tail.launch for tail in tails}) == 1
+    operands = [o for i, each in enumerate(tails) for o in slots.of_all(i, each.operands)]
+    tail = replace(
+        tails[0],
+        operands=tuple(_multiplying(operands, slots, products)),
+        thread_blocks=max(each.thread_blocks for each in tails),
+        sums=tuple(each for i, one in enumerate(tails) for each in slots.of_all(i, one.sums)),
+        summing=next((each.summing for each in tails if each.summing is not None), None),
+    )
     outputs = [output for plan in plans for output in plan.outputs]
     outputs += [Output((), torch.float32)] * len(products)
     steps.append(tail.step)
@@ -102,14 +101,6 @@ def _as_one(steps: Sequence[LaunchStep]) -> LaunchStep:
     assert launch is not None
     grid = max(step.grid[0] for step in steps), len(steps)
     return LaunchStep(launch, grid, in_places([step.values for step in steps]))
-
-
-def _all_of(tail: Alignment, tails: Mapping[int, Any], slots: _Slots) -> Alignment:
-    """The tail with the thread blocks of the largest, and the column sums of all."""
-    most = max(each.thread_blocks for each in tails.values())
-    sums = [each for i, one in tails.items() for each in slots.of_all(i, one.sums)]
-    summing = next((each.summing for each in tails.values() if each.summing is not None), None)
-    return replace(tail, thread_blocks=most, sums=tuple(sums), summing=summing)
 
 
 def _multiplying(

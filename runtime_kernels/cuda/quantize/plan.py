@@ -20,7 +20,6 @@ scales. Its tail kernel, finalize_dequantized.cu, changes those elements whose s
 e4m3 subnormals.
 """
 
-import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -38,16 +37,15 @@ from q2compile.runtime_kernels.cuda.quantize.align_scales import (
     thread_blocks_of,
     thread_blocks_of_sums,
 )
-from q2compile.runtime_kernels.cuda.quantize.prologue_expression import PrologueExpression
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
     NO_OUTPUT,
     ROUNDED,
     ROUNDED_SWIZZLED,
     SOURCES,
     TILE,
+    RotatingKernel,
     batched_launch,
     rotate_launch,
-    shared_memory,
     thread_shape,
 )
 from q2compile.runtime_kernels.cuda.quantize.rule import (
@@ -94,42 +92,15 @@ class OperandSlots(NamedTuple):
     first: int
 
 
-def launches(
-    source: int,
-    spec: Scheme,
-    rotation: Transform,
-    rowwise_columnwise: tuple[bool, bool],
-    *,
-    room: int,
-    vectors: bool,
-    amax_known: bool,
-    grouped: bool = False,
-    prologue: PrologueExpression | None = None,
-    dbias: bool = False,
-    rotates_rows: bool = True,
-) -> tuple[Launch, ...]:
-    """The launches of a call, in order.
-
-    room: bytes of shared memory of a multiprocessor.
-    rotates_rows: if not, the transform is of the columnwise operand alone.
-    """
-    kind = source, rotation, spec, *rowwise_columnwise
-    rotate = functools.partial(
-        rotate_launch,
-        *kind,
-        room=room,
-        vectors=vectors,
-        grouped=grouped,
-        prologue=prologue,
-        dbias=dbias,
-        rotates_rows=rotates_rows,
-    )
-    if ScaleRule.of(spec) != ScaleRule.EXACT:
-        return rotate(), align_launch(spec, rotation.size == 128, dbias)
-    assert not dbias, "there is no tail launch that could add up the sums"
+def launches(kernel: RotatingKernel, amax_known: bool = False) -> tuple[Launch, ...]:
+    """The launches of a call, in order."""
+    if ScaleRule.of(kernel.spec) != ScaleRule.EXACT:
+        tail = align_launch(kernel.spec, kernel.rotation.size == 128, kernel.dbias)
+        return rotate_launch(kernel), tail
+    assert not kernel.dbias, "there is no tail launch that could add up the sums"
     if amax_known:
-        return (rotate(),)
-    return rotate(amax=True), rotate(overlaps=True)
+        return (rotate_launch(kernel),)
+    return rotate_launch(kernel, amax=True), rotate_launch(kernel, overlaps=True)
 
 
 def tail_launch(op: str, args: Sequence[Any]) -> Launch | None:
@@ -188,48 +159,43 @@ def _operand(slots: OperandSlots, rows: int, width: int, spec: Scheme) -> _Opera
 
 def quantizer_plan(
     index: int,
-    source: int,
-    spec: Scheme,
-    rotation: Transform,
+    kernel: RotatingKernel,
     extents: tuple[int, int, int, int, int],
     operands: Sequence[OperandSlots | None],
     inputs: int,
     *,
     x: tuple[Address, Address, Address],
     amax: Address = 0,
-    vectors: bool = True,
     groups: Groups | None = None,
-    prologue: PrologueExpression | None = None,
     dbias: Dbias | None = None,
-    rotates_rows: bool = True,
 ) -> LaunchPlan:
     """The plan for CUDA device `index`.
 
+    kernel: its directions, groups and dbias are those of the other arguments.
     extents: pitch, rows and columns of x. For codes also: the scales in a row of theirs, and the
         logarithm of the rows that share one.
     operands: rowwise, columnwise; for two matrices that are computed at once, these of each.
     inputs: how many tensors the op is given.
-    x: x or its codes, its scales, its global scale.
+    x: x or its codes, its scales, its global scale; none where a prologue computes it, from the
+        first inputs of the call.
     amax: the largest |x|, if the caller gives it and the scheme takes it.
     groups: of rows, which are quantized separately columnwise.
-    prologue: computes x in the kernel, from the first inputs of the call; `x` is empty.
     dbias: the columns of x are summed, too.
-    rotates_rows: if not, the transform is of the columnwise operand alone.
     """
+    spec, rotation, prologue = kernel.spec, kernel.rotation, kernel.prologue
     _, m, k, *_ = extents
     height = padded_rows(m, groups.total) if groups else padded(m, spec, rotation)
-    wanted = operands[0] is not None, operands[1] is not None
-    threads, blocks_per_multiprocessor = thread_shape(spec, wanted[0])
+    threads, blocks_per_multiprocessor = thread_shape(spec, kernel.rowwise)
     rule = ScaleRule.of(spec)
     # Where rotate_quantize.cu writes swizzled scales, it writes all of their last tile.
     whole = TILE if spec.swizzled and rule in SCALED_AT_ONCE else threads // 2
     across = max(1, ceil_div(k, whole)) * (whole // (threads // 2))
     tiles = ceil_div(height if groups else m, TILE) * across
     parts = max(1, min(tiles, blocks_per_multiprocessor * multiprocessors(index)))
-    of_rows = rotation if rotates_rows else get_transform("none")
+    of_rows = rotation if kernel.rotates_rows else get_transform("none")
     sizes = (m, padded(k, spec, of_rows)), (k, height)
     results = [each and _operand(each, *sizes[i % 2], spec) for i, each in enumerate(operands)]
-    norm = _norm(source, rotation)
+    norm = _norm(kernel.source, rotation)
     present = sorted(filter(None, results), key=lambda operand: operand.slots.first)
     outputs = tuple(output for operand in present for output in operand.outputs)
     outputs += (Output((k,), dbias.dtype),) if dbias else ()
@@ -238,19 +204,7 @@ def quantizer_plan(
     sums, more = _sums(dbias, workspace + fields.workspace_bytes, tiles, across, k, threads // 2)
     walk = (*extents, tiles, across, norm, *fields.mask, *(each.partials for each in sums))
     walk += (*(groups or ()), *map(BufferSlot, range(len(prologue.inputs) if prologue else 0)))
-    launched = launches(
-        source,
-        spec,
-        rotation,
-        wanted,
-        room=shared_memory(index),
-        vectors=vectors,
-        amax_known=bool(amax),
-        grouped=groups is not None,
-        prologue=prologue,
-        dbias=bool(sums),
-        rotates_rows=rotates_rows,
-    )
+    launched = launches(kernel, bool(amax))
     batched = batched_launch(launched[0]) if tiles <= _FEW_TILES * parts else None
     steps = [LaunchStep(launched[0], (parts, 1), (*x, *fields.outputs, *walk), batched)]
     tail = None

@@ -37,8 +37,8 @@ from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
     ROUNDED,
     ROUNDED_SWIZZLED,
     SOURCES,
+    RotatingKernel,
     not_served,
-    shared_memory,
 )
 from q2compile.runtime_kernels.cuda.quantize.rule import SCALED_AT_ONCE, ScaleRule
 from q2compile.runtime_kernels.numerics.layout import ceil_div
@@ -93,29 +93,20 @@ def _quantize_launches(*args: Any) -> Iterator[Launch]:
     """The kernels that a call launches; x may be fake. If the pitch of x is not known: the kernels
     for any pitch."""
     call, known = QuantizerCall.of(QUANTIZE, args), statically_known_true
-    x, rowwise_columnwise = call.x, (call.rowwise, call.columnwise)
+    x, rows, columns = call.x, call.rowwise, call.columnwise
     if wants_rows(call):
         x = x if known(x.stride(1) == 1) else x.contiguous()  # it is copied
     elif known(x.stride(1) != 1) and known(x.stride(0) == 1):
-        rowwise_columnwise = rowwise_columnwise[::-1]
+        rows, columns = columns, rows
     if call.scheme.is_transposable:
-        yield from transposable.launches(call, *rowwise_columnwise)
+        yield from transposable.launches(call, rows, columns)
         return
     pitch = x.stride(0) * x.element_size() % 16
     for vectors in (True, False):
         if not known(pitch != 0 if vectors else pitch == 0):
-            yield from launches(
-                SOURCES[x.dtype],
-                call.scheme,
-                call.transform,
-                rowwise_columnwise,
-                room=shared_memory(x.device.index),
-                vectors=vectors,
-                amax_known=call.args["amax"] is not None,
-                grouped=call.grouped,
-                dbias=call.dbias is not None,
-                rotates_rows=call.rotates_rows,
-            )
+            how = {"rowwise": rows, "columnwise": columns, "vectors": vectors}
+            kernel = RotatingKernel.of(call, SOURCES[x.dtype], x.device.index, **how)
+            yield from launches(kernel, call.args["amax"] is not None)
 
 
 def _layouts(*args: Any) -> dict[int, OperandLayout]:
@@ -151,20 +142,22 @@ def quantize(*args: Any) -> LaunchPlan:
     if call.scheme.is_transposable:
         firsts = [operand and operand.first for operand in (rowwise, columnwise)]
         return transposable.quantizing_plan(call, x, firsts, inputs, slots.get("amax"))
+    kernel = RotatingKernel.of(
+        *(call, SOURCES[x.dtype], x.device.index),
+        rowwise=rowwise is not None,
+        columnwise=columnwise is not None,
+        vectors=aligned(x) and x.stride(0) * x.element_size() % 16 == 0,
+    )
     return quantizer_plan(
         x.device.index,
-        SOURCES[x.dtype],
-        call.scheme,
-        call.transform,
+        kernel,
         (x.stride(0), *x.shape, 0, 0),
         (rowwise, columnwise),
         inputs,
         x=(BufferSlot(0), 0, 0),
         amax=slots.get("amax", 0),
-        vectors=aligned(x) and x.stride(0) * x.element_size() % 16 == 0,
         groups=_groups(call, slots),
         dbias=dbias,
-        rotates_rows=call.rotates_rows,
     )
 
 
@@ -208,16 +201,8 @@ def _requantize_launches(*args: Any) -> Iterator[Launch]:
     for vectors in (True, False):
         odd = call.x.shape[1] % 8 != 0 if call.by_scales else False
         if not statically_known_true(odd == vectors):
-            yield from launches(
-                _source_of(call),
-                call.scheme,
-                call.transform,
-                (False, True),
-                room=shared_memory(call.x.device.index),
-                vectors=vectors,
-                amax_known=False,
-                grouped=call.grouped,
-            )
+            index = call.x.device.index
+            yield from launches(RotatingKernel.of(call, _source_of(call), index, vectors=vectors))
 
 
 def _requantize_layouts(*args: Any) -> dict[int, OperandLayout]:
@@ -247,15 +232,13 @@ def requantize(*args: Any) -> LaunchPlan:
         height, half = x.shape
         shift = source.block[0].bit_length() - 1  # blocks of 1, 16 or 32 rows
         extents = (half, height, call.args["rows"], 2 * half // source.width, shift)
+    vectors = aligned(x) and x.shape[1] % 8 == 0 if call.by_scales else True
     return quantizer_plan(
         x.device.index,
-        _source_of(call),
-        call.scheme,
-        call.transform,
+        RotatingKernel.of(call, _source_of(call), x.device.index, vectors=vectors),
         extents,
         operand_slots(call, 0, inputs),
         inputs,
         x=(BufferSlot(0), BufferSlot(1), BufferSlot(2)),
-        vectors=aligned(x) and x.shape[1] % 8 == 0 if call.by_scales else True,
         groups=_groups(call, slots),
     )

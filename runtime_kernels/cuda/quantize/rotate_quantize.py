@@ -3,6 +3,7 @@
 
 import functools
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,6 +16,7 @@ from q2compile.runtime_kernels.cuda.quantize.rule import ROUNDINGS, SCALED_AT_ON
 from q2compile.runtime_kernels.numerics.groups import spreads
 from q2compile.runtime_kernels.numerics.schemes import E2M1_MAX, SWIZZLED, Scheme, get_scheme
 from q2compile.runtime_kernels.numerics.transforms import Transform, get_transform
+from q2compile.runtime_kernels.ops.table import QuantizerCall
 
 # Sources of rotate_quantize.cu: the dtype of x; or the format of codes, with SWIZZLED for swizzled
 # scales.
@@ -73,34 +75,53 @@ def _finalizes(scheme: str, transform: str) -> bool:
     return get_scheme(scheme).global_scale == "pow2" and get_transform(transform).size == 128
 
 
-def rotate_launch(
-    source: int,
-    rotation: Transform,
-    spec: Scheme,
-    rowwise: bool,
-    columnwise: bool,
-    *,
-    room: int = 228 * 1024,
-    vectors: bool = True,
-    amax: bool = False,
-    overlaps: bool = False,
-    grouped: bool = False,
-    prologue: PrologueExpression | None = None,
-    dbias: bool = False,
-    rotates_rows: bool = True,
-) -> Launch:
-    """rotate_quantize.cu for a source, a rotation and a scheme, rowwise or columnwise or both.
+class RotatingKernel(NamedTuple):
+    """The properties that select a variant of rotate_quantize.cu.
 
+    source: of SOURCES, ROUNDED or ROUNDED_SWIZZLED.
     room: bytes of shared memory of a multiprocessor.
     vectors: rows of x start on 16 bytes.
-    amax: only the largest magnitude of the rotated matrix, no codes.
     grouped: columnwise by groups of rows.
     prologue: computes x in the kernel.
     dbias: the columns of x are summed, too.
     rotates_rows: if not, the transform is of the columnwise operand alone.
+    """
+
+    source: int
+    rotation: Transform
+    spec: Scheme
+    rowwise: bool
+    columnwise: bool
+    room: int = 228 * 1024
+    vectors: bool = True
+    grouped: bool = False
+    prologue: PrologueExpression | None = None
+    dbias: bool = False
+    rotates_rows: bool = True
+
+    @staticmethod
+    def of(call: QuantizerCall, source: int, index: int, **more: Any) -> "RotatingKernel":
+        """The variant for a call on CUDA device `index`. more: other fields."""
+        how: dict[str, Any] = {
+            "room": shared_memory(index),
+            "grouped": call.grouped,
+            "dbias": call.dbias is not None,
+            "rotates_rows": call.rotates_rows,
+        }
+        directions = call.rowwise, call.columnwise
+        kernel = RotatingKernel(source, call.transform, call.scheme, *directions, **how)
+        return kernel._replace(**more)
+
+
+def rotate_launch(kernel: RotatingKernel, amax: bool = False, overlaps: bool = False) -> Launch:
+    """The launch of a variant.
+
+    amax: only the largest magnitude of the rotated matrix, no codes.
     overlaps: it follows AMAX on the same x, so it may start early. After another kernel it may not:
         that one might still be writing x.
     """
+    source, rotation, spec, rowwise, columnwise, room, vectors, grouped, *_ = kernel
+    prologue, dbias = kernel.prologue, kernel.dbias
     rule = ScaleRule.AMAX if amax else ScaleRule.of(spec)
     rounds = rule not in (ScaleRule.MS_EDEN, ScaleRule.AMAX)
     stochastic = rounds and spec.rounding == "sr"
@@ -130,7 +151,7 @@ def rotate_launch(
         Q2_BLOCKS_PER_SM=blocks_per_multiprocessor,
         Q2_SOURCE=source,
         Q2_SIZE=rotation.size,
-        Q2_ROTATES_ROWS=int(rotates_rows),
+        Q2_ROTATES_ROWS=int(kernel.rotates_rows),
         Q2_SIGNED={"none": 0, "seed": 1, "fixed": 2}[rotation.signs],
         Q2_ROWS=int(rowwise),
         Q2_COLS=int(columnwise),

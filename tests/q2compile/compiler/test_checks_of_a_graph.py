@@ -20,7 +20,7 @@ from q2compile.runtime_kernels import checks, kernel_states, selfcheck
 from q2compile.runtime_kernels.cpu import build
 from q2compile.runtime_kernels.cuda.call_site import CallSite
 from q2compile.runtime_kernels.cuda.jit import launch, nvrtc
-from q2compile.runtime_kernels.cuda.quantize import fused, quantizers
+from q2compile.runtime_kernels.cuda.quantize import fused, rotate_quantize
 from q2compile.runtime_kernels.kernel_states import KNOWN, DeviceLostError
 from q2compile.runtime_kernels.ops.table import QUANTIZE, QuantizerCall
 from q2compile.runtime_kernels.registry import CPP, KernelWarning
@@ -193,7 +193,7 @@ def compiled(monkeypatch) -> Iterator[list]:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
     monkeypatch.setattr(nvrtc, "begin", lambda variant, architecture: found.append(variant))
     monkeypatch.setattr(launch, "architecture", lambda index: "sm_90a")
-    for module in (quantizers, fused):
+    for module in (rotate_quantize, fused):
         monkeypatch.setattr(module, "shared_memory", lambda index: 228 * 1024)
     return found
 

@@ -25,7 +25,7 @@ from q2compile.runtime_kernels.cuda.jit import launch
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
 from q2compile.runtime_kernels.cuda.quantize import plan, quantizers
 from q2compile.runtime_kernels.cuda.quantize.plan import OperandSlots, quantizer_plan
-from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import SOURCES
+from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import SOURCES, RotatingKernel
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.numerics.transforms import FIXED_SIGN_SEED, get_transform
 from q2compile.torch_internals.private_names import FakeTensorMode
@@ -141,13 +141,13 @@ def test_operands_are_brought_into_form(launched) -> None:
 
 def test_more_elements_than_are_counted(monkeypatch) -> None:
     monkeypatch.setattr(plan, "multiprocessors", lambda index: 1)
-    monkeypatch.setattr(plan, "shared_memory", lambda index: 228 * 1024)
 
     def call(scheme: str, rows: int) -> None:
         spec, rotation = get_scheme(scheme), get_transform("rht128")
         extents = (1 << 17, rows, 1 << 17, 0, 0)
         along = (OperandSlots(BufferSlot(1), 0, 2), None)
-        quantizer_plan(0, BF16, spec, rotation, extents, along, 2, x=(BufferSlot(0), 0, 0))
+        kernel = RotatingKernel(BF16, rotation, spec, True, False)
+        quantizer_plan(0, kernel, extents, along, 2, x=(BufferSlot(0), 0, 0))
 
     for scheme, most in ((SR, 35), (EDEN, 36)):
         rows = 1 << (most - 17)
@@ -172,10 +172,9 @@ def test_rows_that_lie_too_far_apart(dim, step, far) -> None:
 def test_fixed_signs_have_no_tensor(monkeypatch) -> None:
     """One made at a first use, in a CUDA graph's warm-up, would lie in the graph's memory."""
     monkeypatch.setattr(plan, "multiprocessors", lambda index: 1)
-    monkeypatch.setattr(plan, "shared_memory", lambda index: 228 * 1024)
+    kernel = RotatingKernel(BF16, get_transform("rht128_fixed"), get_scheme(EDEN), True, False)
     call = quantizer_plan(
-        *(0, BF16, get_scheme(EDEN), get_transform("rht128_fixed"), (128, 128, 128, 0, 0)),
-        *((OperandSlots(BufferSlot(1), 0, 2), None), 2),
+        *(0, kernel, (128, 128, 128, 0, 0), (OperandSlots(BufferSlot(1), 0, 2), None), 2),
         x=(BufferSlot(0), 0, 0),
     )
     # Behind the operand's three: codes, raw scales, largest, global scale, and both seeds.

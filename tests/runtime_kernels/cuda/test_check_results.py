@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -232,45 +234,38 @@ def test_strikes_count_in_this_process_where_nothing_can_be_written(monkeypatch)
     assert check_results.strike(REQUEST, "it hung", 2.0, again=True).reason.endswith("twice")
 
 
-MARKED_BY = {
-    # the processes of /proc, and what this process sees of the machine
-    "the same process": ("S", "boot", "pid:[1]", True),
-    "one that was killed and that nobody has reaped": ("Z", "boot", "pid:[1]", False),
-    "one that has ended": (None, "boot", "pid:[1]", False),
-    "one in a container with the same host name": (None, "boot", "pid:[2]", True),
-    "one on another machine with the same host name": (None, "another", "pid:[1]", True),
-}
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_mark_is_that_of_a_process_that_runs(alive) -> None:
+    """One that was killed and not yet reaped, as in containers without an init, does not."""
+    reads, writes = os.pipe()
+    process = os.fork()
+    if process == 0:
+        check_results.mark(REQUEST)
+        os.write(writes, b"marked")
+        signal.pause()
+    try:
+        assert os.read(reads, 6) == b"marked"
+        if not alive:
+            os.kill(process, signal.SIGKILL)
+            os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
+        began = check_results.take_unended(REQUEST)
+        assert (began is None) == alive and (alive or began == pytest.approx(time.time(), abs=60))
+        assert check_results.take_unended(REQUEST) is None  # once
+    finally:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
 
 
-@pytest.mark.parametrize("who", MARKED_BY)
-def test_whose_mark_it_is(monkeypatch, tmp_path, who) -> None:
-    """A process id means nothing in another namespace. Of a process that can't be seen, the age of
-    its mark tells."""
-    state, boot, namespace, alive = MARKED_BY[who]
-    processes = tmp_path / "proc"
+def test_without_locks_there_are_no_marks(monkeypatch, tmp_path) -> None:
+    """As in some network file systems: a process that runs must not look like one that ended."""
 
-    def see(state, boot, namespace) -> None:
-        folder = processes / str(os.getpid())
-        folder.mkdir(parents=True, exist_ok=True)
-        fields = [state or "S", *"0" * 18, "4711"]
-        (folder / "stat").write_text(f"1 (a process) {' '.join(fields)} 0\n")
-        if state is None:
-            (folder / "stat").unlink()
-        (processes / "boot_id").write_text(f"{boot}\n")
-        (processes / "pid").unlink(missing_ok=True)
-        (processes / "pid").symlink_to(namespace)
+    def unsupported(*args):
+        raise OSError(errno.ENOLCK, "No locks available")
 
-    for name, path in {"_PROCESSES": "", "_BOOT_ID": "boot_id", "_NAMESPACE": "pid"}.items():
-        monkeypatch.setattr(check_results, name, processes / path)
-    see("S", "boot", "pid:[1]")
+    monkeypatch.setattr(check_results.fcntl, "flock", unsupported)
     check_results.mark(REQUEST)
-    see(state, boot, namespace)
-    began = check_results.take_unended(REQUEST)
-    assert (began is None) == alive
-    if alive:
-        now = time.time()
-        monkeypatch.setattr(time, "time", lambda: now + 301)
-        assert check_results.take_unended(REQUEST) == pytest.approx(now, abs=60)
+    assert list(tmp_path.iterdir()) == [] and check_results.take_unended(REQUEST) is None
+    check_results.unmark(REQUEST)
 
 
 @pytest.mark.parametrize(

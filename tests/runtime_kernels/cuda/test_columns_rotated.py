@@ -86,5 +86,5 @@ def test_kernels_rotate_rows_of_these_too(scheme, transform) -> None:
 )
 def test_rotate_rows_is_of_two_directions(wrong) -> None:
     call = calls.both(matrix(32, 32), *SEEDS, "nvfp4_pow2", "rht16", rotate_rows=False)
-    with pytest.raises(ValueError, match="set rowwise and columnwise and name a transform"):
+    with pytest.raises(AssertionError, match="rows are left unrotated"):
         call.replace(**wrong)()

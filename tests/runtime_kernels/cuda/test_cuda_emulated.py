@@ -18,6 +18,7 @@ from q2compile.runtime_kernels.cuda.gemm.swizzle import swizzled
 from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED, get_scheme
 from q2compile.runtime_kernels.numerics.swizzle import swizzle_32x4x4
+from q2compile.runtime_kernels.ops.gemm import Factor
 from tests.support import emulation
 from tests.support import quantizer_calls as calls
 from tests.support.emulation.on_cpu import assert_agrees, assert_same_bits, launches_on_cpu, matrix
@@ -175,10 +176,11 @@ def test_transpose(scheme, shape, swizzled) -> None:
 @pytest.mark.parametrize("rows, blocks", [(1, 1), (128, 4), (200, 9)])
 def test_swizzled_scales(rows, blocks) -> None:
     scales = torch.randint(0, 127, (rows, blocks), dtype=torch.uint8).view(torch.float8_e4m3fn)
-    got = swizzled(scales, rows, get_scheme("nvfp4"))
+    got = swizzled(Factor(torch.empty(rows, 0), scales, None, get_scheme("nvfp4")))
     assert_same_bits((got,), (swizzle_32x4x4(scales),))
     for scheme, side in (("nvfp4_16x16", 16), ("mxfp4_rceil_32x32", 32)):
-        shared = swizzled(scales, side * rows, get_scheme(scheme))
+        codes = torch.empty(side * rows, 0)
+        shared = swizzled(Factor(codes, scales, None, get_scheme(scheme)))
         repeated = scales.view(torch.uint8).repeat_interleave(side, 0).view(scales.dtype)
         assert_same_bits((shared,), (swizzle_32x4x4(repeated),))
 

@@ -15,7 +15,7 @@ from q2compile.lowering.inductor_kernels import selfcheck as loops
 from q2compile.runtime_kernels import selfcheck
 from q2compile.runtime_kernels.cuda import calls
 from q2compile.runtime_kernels.cuda.jit import launch, limits, nvrtc
-from q2compile.runtime_kernels.cuda.quantize import plan, quantizers
+from q2compile.runtime_kernels.cuda.quantize import rotate_quantize
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SCHEMES, SWIZZLED, get_scheme
 from q2compile.runtime_kernels.ops.table import QuantizerCall, QuantizerVariant, rowwise_call
 from q2compile.runtime_kernels.registry import REFERENCE, select
@@ -404,8 +404,7 @@ def test_ms_eden_without_conversion_instructions(as_on_ampere) -> None:
 @pytest.fixture
 def as_on_12_0(monkeypatch) -> None:
     """100 KiB of shared memory a multiprocessor: one tile of a thread block at a time."""
-    monkeypatch.setattr(plan, "shared_memory", lambda index: 100 * 1024)
-    monkeypatch.setattr(quantizers, "shared_memory", lambda index: 100 * 1024)
+    monkeypatch.setattr(rotate_quantize, "shared_memory", lambda index: 100 * 1024)
     monkeypatch.setattr(calls, "BOUND_CALLS", {})
 
 

@@ -12,10 +12,11 @@ import torch
 
 from q2compile.runtime_kernels import check_results, registry, selfcheck
 from q2compile.runtime_kernels.cuda.gemm import first_launch
-from q2compile.runtime_kernels.cuda.gemm.first_launch import Factor, WrongError
+from q2compile.runtime_kernels.cuda.gemm.first_launch import WrongError
 from q2compile.runtime_kernels.cuda.jit import launch
 from q2compile.runtime_kernels.kernel_states import DeviceLostError
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
+from q2compile.runtime_kernels.ops.gemm import Factor
 from q2compile.runtime_kernels.registry import REFERENCE, KernelWarning
 from q2compile.runtime_kernels.small_calls import small_calls
 from tests.support import forked
@@ -63,9 +64,13 @@ def factors(gemm: str, schemes: tuple[str, str]) -> tuple[Factor, Factor, torch.
     return *found, CHUNKS if gemm == "wgrad" else ENDS
 
 
-def grouped(gemm: str, a: Factor, b: Factor, offs: torch.Tensor, dtype=torch.bfloat16):
-    operands = (*a[:3], *b[:3], offs, a.spec.name, b.spec.name, gemm, dtype)
-    return registry.select("grouped_gemm", operands, REFERENCE)(*operands)
+def arguments(gemm: str, a: Factor, b: Factor, offs: torch.Tensor, dtype=torch.bfloat16) -> tuple:
+    return *a[:3], *b[:3], offs, a.spec.name, b.spec.name, gemm, dtype
+
+
+def grouped(*what) -> torch.Tensor:
+    args = arguments(*what)
+    return registry.select("grouped_gemm", args, REFERENCE)(*args)
 
 
 @pytest.mark.parametrize("gemm", SIZES)
@@ -74,7 +79,7 @@ def test_right_grouped_products_pass(gemm, schemes) -> None:
     a, b, offs = factors(gemm, schemes)
     exact = grouped(gemm, a, b, offs, torch.float32)  # those in bf16 are rounded twice
     for dtype in (torch.float32, torch.bfloat16):
-        first_launch.compare_grouped(request(dtype), exact.to(dtype), a, b, offs, gemm)
+        first_launch.compare(request(dtype), exact.to(dtype), arguments(gemm, a, b, offs))
         assert first_launch.known(request(dtype))
 
 
@@ -95,7 +100,7 @@ def test_wrong_grouped_products_are_rejected_for_good(gemm, fault) -> None:
     out = grouped(gemm, a, b, offs)
     FAULTS[fault](out, [0, 40, 80, 120, 160] if gemm == "wgrad" else offs.tolist())
     with pytest.raises(WrongError, match="its first large result, "):
-        first_launch.compare_grouped(request(1), out, a, b, offs, gemm)
+        first_launch.compare(request(1), out, arguments(gemm, a, b, offs))
     forget_checks()  # as in a new process
     with pytest.raises(WrongError, match="differs from a BF16 GEMM"):
         first_launch.known(request(1))
@@ -107,7 +112,7 @@ def test_rows_of_no_group_are_zero(gemm) -> None:
     out = grouped(gemm, a, b, offs)
     out[540, 3] = 1e-3
     with pytest.raises(WrongError, match="by inf times"):
-        first_launch.compare_grouped(request(1), out, a, b, offs, gemm)
+        first_launch.compare(request(1), out, arguments(gemm, a, b, offs))
 
 
 def test_a_gradient_of_a_group_without_rows_is_zero() -> None:
@@ -116,7 +121,7 @@ def test_a_gradient_of_a_group_without_rows_is_zero() -> None:
     assert out[40:80].eq(0).all()
     out[40:80] = 1e-3
     with pytest.raises(WrongError):
-        first_launch.compare_grouped(request(1), out, a, b, offs, "wgrad")
+        first_launch.compare(request(1), out, arguments("wgrad", a, b, offs))
 
 
 # ---- marks ---------------------------------------------------------------------------------------
@@ -157,7 +162,8 @@ def test_a_large_launch_that_crashed_or_hung_does_not_run_again(
     program = (
         "import os, signal, time, torch\n"
         "from q2compile.runtime_kernels.cuda.gemm import first_launch\n"
-        "what = first_launch.begin('gemm', 'large', torch.device('cpu'), 1)\n"
+        "what = first_launch.request('gemm', 'large', torch.device('cpu'), 1)\n"
+        "assert not first_launch.known(what)\n"
         "with first_launch.marked(what):\n"
         f"    os.kill(os.getpid(), signal.SIGILL) if {how == 'trap'} else None\n"
         "    time.sleep(600)\n"
@@ -178,7 +184,8 @@ def test_a_large_launch_that_crashed_or_hung_does_not_run_again(
     want, ran = results_of(model, x), []
 
     def gemm(*args):
-        with first_launch.marked(first_launch.begin("gemm", "large", CPU, 1)):
+        first = first_launch.request("gemm", "large", CPU, 1)
+        with first_launch.marked(None if first_launch.known(first) else first):
             ran.append(args)
 
     candidate("gemm", None, "large", function=gemm)
@@ -201,17 +208,16 @@ def test_after_a_strike_the_check_s_process_runs_the_product_first(
     ran = []
 
     def gemm(*args):
-        first = first_launch.begin("gemm", "large", CPU, 1, call=args)
+        first = first_launch.begin("gemm", "large", args, 1)
         ran.append((args[0], first))
-        with first_launch.marked(first):
+
+        def launch() -> torch.Tensor:
             if fault == "dies" and args[0] is not operands[0]:
                 raise AssertionError("no such instruction")
             out = registry.kernels("gemm")[-1].function(*args)
-            out *= 1.1 if fault == "wrong" else 1
-            if first is not None:
-                factors = [Factor(*args[i : i + 3], get_scheme(args[7])) for i in (0, 3)]
-                first_launch.compare(first, out, *factors, None)
-        return out
+            return out * (1.1 if fault == "wrong" else 1)
+
+        return first_launch.launched(first, args, launch)
 
     a, b, _ = factors("fprop", schemes)
     operands = (*a[:3], *b[:3], None, *schemes, torch.bfloat16)

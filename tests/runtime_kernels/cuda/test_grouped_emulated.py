@@ -9,10 +9,7 @@ import shutil
 import pytest
 import torch
 
-from q2compile.runtime_kernels.cuda import padded_ends
-from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED, get_scheme
-from tests.support import disassemble
 from tests.support import quantizer_calls as calls
 from tests.support.emulation.on_cpu import assert_agrees, assert_same_bits, launches_on_cpu, matrix
 
@@ -163,26 +160,6 @@ def test_rows_of_no_group_poison_their_own_direction_alone() -> None:
     x[5, 7] = float("inf")
     scales = calls.launched(calls.grouped(x, *groups, SEEDS[0], POW2, "rht128", 0))[1]
     assert scales.float().isnan().any()
-
-
-@pytest.mark.parametrize("routing", ROUTINGS)
-def test_padded_ends(routing) -> None:
-    _, (offs, padded) = routed(routing)
-    assert torch.equal(padded_ends.padded_ends(offs), padded)
-    assert padded_ends.padded_ends(offs[:0]).shape == (0,)
-    strided = offs.repeat_interleave(2)[::2]
-    assert torch.equal(padded_ends.padded_ends(strided), padded)
-    filled = q2.padded_ends(offs, True)
-    assert torch.equal(padded_ends.padded_ends(offs, True), filled)
-    assert (filled.diff(prepend=torch.zeros(1, dtype=torch.int32)) > 0).all()
-
-
-@pytest.mark.parametrize("architecture", [AMPERE, HOPPER, BLACKWELL, "sm_120a"])
-def test_padded_ends_are_one_launch(architecture) -> None:
-    (step,) = padded_ends.padded_ends.plan(torch.tensor([3, 140], dtype=torch.int32)).steps
-    assert step.grid == (1, 1)
-    code = disassemble.disassemble(nvrtc.cubin(step.launch.variant, architecture))
-    assert code.count("EXIT") and code.count("LDL") == code.count("STL") == 0
 
 
 @pytest.mark.parametrize("rows, columns", [(0, 40), (40, 0)])

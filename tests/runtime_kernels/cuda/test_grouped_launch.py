@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from q2compile.runtime_kernels.cuda import dequantize
 from q2compile.runtime_kernels.cuda.call_site import CallSite, SiteCall
 from q2compile.runtime_kernels.cuda.calls import MOST_OPERANDS, BoundCall, tensors_of
 from q2compile.runtime_kernels.cuda.jit import launch, nvrtc
-from q2compile.runtime_kernels.cuda.quantize import grouped_launch, quantizers
+from q2compile.runtime_kernels.cuda.quantize import grouped_launch, quantizers, rotate_quantize
 from q2compile.runtime_kernels.cuda.quantize.grouped_launch import ScaleProduct, grouped_plan
 from q2compile.runtime_kernels.cuda.quantize.plan import tail_launch
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import batched_launch
@@ -90,23 +89,6 @@ def with_dbias(scheme: str, rows: int) -> tuple:
 def summed_columns(scheme: str, rows: int) -> tuple:
     x = matrix(rows, 136)
     return member(calls.one(x, SEEDS[1], scheme, "rht128", True, 1, dbias=torch.float32))
-
-
-@pytest.mark.parametrize("scheme", [RTN, "mxfp4_rtn34"])
-@pytest.mark.parametrize("shapes", [[(130, 96), (3, 512)], [(1, 32), (0, 64), (300, 64), (7, 160)]])
-def test_matrices_are_dequantized_by_one_launch(shapes, scheme, emulated) -> None:
-    """One after the other, each by as many thread blocks as it needs, also where it has no rows."""
-    members: Members = []
-    for i, (rows, cols) in enumerate(shapes):
-        codes, scales, unit = q2.quantize(
-            matrix(rows, cols), scheme=scheme, rowwise=True, columnwise=False
-        )
-        args = codes, scales, unit if i else None, scheme, cols, torch.bfloat16
-        members.append((dequantize.dequantize, args))
-    call = grouped_plan([op.plan(*args) for op, args in members])
-    (step,) = call.steps
-    assert step.grid == (sum(max(1, -(-rows * cols // 2048)) for rows, cols in shapes), 1)
-    assert_same_bits(run(members), [q2.dequantize(*args) for _, args in members])
 
 
 @pytest.mark.parametrize(
@@ -222,7 +204,7 @@ def test_what_is_launched_together_is_compiled_ahead(emulated, monkeypatch) -> N
     monkeypatch.setattr(nvrtc, "begin", lambda variant, architecture: begun.append(variant))
     monkeypatch.setattr(launch, "architecture", lambda index: "sm_90a")
     members = [both(EDEN), again(EDEN), again(EDEN, 300, 520)]
-    monkeypatch.setattr(quantizers, "shared_memory", lambda index: 228 * 1024)
+    monkeypatch.setattr(rotate_quantize, "shared_memory", lambda index: 228 * 1024)
     grouped_launch.compile_ahead([op.launches(*args) for op, args in members], 0)
     rotated = grouped_plan([op.plan(*args) for op, args in members]).steps[1]
     assert begun == [rotated.launch.variant]

@@ -18,7 +18,7 @@ from q2compile.runtime_kernels import checks, choice, kernel_states, registry, s
 from q2compile.runtime_kernels.cuda import emulated
 from q2compile.runtime_kernels.cuda.gemm import triton_fp4
 from q2compile.runtime_kernels.cuda.jit import launch, limits, nvrtc
-from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import rotate_launch
+from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import RotatingKernel, rotate_launch
 from q2compile.runtime_kernels.kernel_states import (
     KNOWN,
     KernelWarning,
@@ -176,7 +176,7 @@ def test_code_for_a_family_has_its_instructions(family) -> None:
     if nvrtc.version() < target.nvrtc:
         pytest.skip(f"NVRTC {nvrtc.version()} has no {target.target}")
     scheme, transform = get_scheme("nvfp4_ms_eden_pow2"), get_transform("rht128")
-    variant = rotate_launch(0, transform, scheme, True, False).variant
+    variant = rotate_launch(RotatingKernel(0, transform, scheme, True, False)).variant
     try:
         codes = [
             disassemble.disassemble(nvrtc.compile_variant(variant, name)[0])
@@ -251,9 +251,9 @@ def test_reports_of_a_gpu_say_it(gpu, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert RunReport().notes == []
-    assert len(registry.emulated()) == 2 and "emulated in BF16" in registry.emulated()[0]
+    assert len(emulated.emulated()) == 2 and "emulated in BF16" in emulated.emulated()[0]
     monkeypatch.setattr(RunReport, "rows", [Row("up", (), device="cuda")])
-    assert RunReport().notes == registry.emulated()
+    assert RunReport().notes == emulated.emulated()
 
 
 def test_a_reference_that_serves_a_gpu_is_said_once_with_the_reasons(monkeypatch, caplog) -> None:
@@ -267,7 +267,7 @@ def test_a_reference_that_serves_a_gpu_is_said_once_with_the_reasons(monkeypatch
         monkeypatch.setattr(module, "device_of", lambda args: torch.device("cuda", 0))
     monkeypatch.setitem(registry.KERNELS, "grouped_mm", [*of_cuda, reference])
     candidates = registry.KERNELS["grouped_mm"]
-    usual = registry.emulated()
+    usual = emulated.emulated()
 
     def run(args):
         KNOWN.choices.clear()
@@ -283,7 +283,7 @@ def test_a_reference_that_serves_a_gpu_is_said_once_with_the_reasons(monkeypatch
         "float16; own: no fp4"
     )
     assert [r.getMessage() for r in caplog.records] == [f"q2compile: {said}"]
-    assert registry.emulated() == [*usual, said]
+    assert emulated.emulated() == [*usual, said]
     forget_checks()
     recorded = registry.bound(
         "quantize",
@@ -291,8 +291,8 @@ def test_a_reference_that_serves_a_gpu_is_said_once_with_the_reasons(monkeypatch
         {"rowwise": True, "recorded": True},
     )
     registry._say_why_reference(registry.choose("quantize", recorded), recorded)
-    assert registry.emulated() == usual
+    assert emulated.emulated() == usual
     for state in (rejected("it trapped"), kernel_states.Reason("by him", kernel_states.DISABLED)):
         candidates[0] = dataclasses.replace(of_cuda[0], unsupported=lambda *args, w=state: w)
         run(args)
-    assert registry.emulated() == usual
+    assert emulated.emulated() == usual

@@ -19,7 +19,7 @@ import torch
 import torch._inductor.config as inductor_config
 from torch import nn
 
-from q2compile.runtime_kernels.cuda.call_site import CallSite, SiteCall, View
+from q2compile.runtime_kernels.cuda.call_site import CallSite, SiteCall
 from q2compile.runtime_kernels.cuda.jit import limits, nvrtc
 from q2compile.runtime_kernels.cuda.quantize import plan
 from q2compile.runtime_kernels.ops.table import SPLIT_SCALES
@@ -65,13 +65,9 @@ class Checked:
             if wanted
         ]
         for (i, own), other in site._products:
-            if isinstance(other, int):
-                view, factor = site._others[other], given[others + other]
-                factor = view.of(factor) if isinstance(view, View) else factor
-            else:
-                factor = want[other[0]][other[1]]
+            factor = given[others + other] if isinstance(other, int) else want[other[0]][other[1]]
             made.append(want[i][own] * factor)
-        self._compare(given[others + len(site._others) :], made)
+        self._compare(given[others + site._others :], made)
 
     def _reference(self, site: SiteCall, given: Sequence[Any]) -> Sequence[torch.Tensor]:
         args = site.arguments(given)

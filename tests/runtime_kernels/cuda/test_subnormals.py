@@ -278,7 +278,7 @@ def test_cpu_kernels_that_read_codes(source) -> None:
 # One of each rounding and kind of scales: tests/lowering/test_lowering.py has the other schemes, on
 # operands with rows of subnormals.
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("scheme", ["nvfp4_46_pow2", "nvfp4", "mxfp4_rtn34"])
+@pytest.mark.parametrize("scheme", ["nvfp4_46_pow2", "nvfp4"])
 def test_inductor_kernels(scheme, monkeypatch) -> None:
     """In the form that Inductor generates for a CPU."""
     lower_on_cpu(monkeypatch)

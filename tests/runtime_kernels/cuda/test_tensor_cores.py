@@ -14,7 +14,11 @@ from torch import Tensor
 
 import q2compile.runtime_kernels as runtime_kernels
 from q2compile.runtime_kernels.cuda.jit import nvrtc
-from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import SOURCES, rotate_launch
+from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
+    SOURCES,
+    RotatingKernel,
+    rotate_launch,
+)
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, get_scheme
 from q2compile.runtime_kernels.numerics.transforms import get_transform, signs_of
 from q2compile.runtime_kernels.ops.table import QuantizerCall
@@ -114,7 +118,8 @@ def test_products(rotation, products, architecture) -> None:
     for each four elements of their blocks, two pairs of the results."""
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings", exc_type=ImportError)
     transform = get_transform(rotation)
-    launch = rotate_launch(SOURCES["nvfp4"], transform, get_scheme(EDEN), False, True)
+    kernel = RotatingKernel(SOURCES["nvfp4"], transform, get_scheme(EDEN), False, True)
+    launch = rotate_launch(kernel)
     try:
         code = disassemble.disassemble(nvrtc.cubin(launch.variant, architecture))
     except FileNotFoundError as error:

@@ -17,10 +17,11 @@ from q2compile.runtime_kernels import checks, registry, selfcheck
 from q2compile.runtime_kernels.cache_folder import cache_dir
 from q2compile.runtime_kernels.cuda import calls
 from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4, first_launch, swizzle
-from q2compile.runtime_kernels.cuda.gemm.first_launch import Factor, WrongError
+from q2compile.runtime_kernels.cuda.gemm.first_launch import WrongError
 from q2compile.runtime_kernels.cuda.jit import launch
-from q2compile.runtime_kernels.cuda.quantize import plan, quantizers
+from q2compile.runtime_kernels.cuda.quantize import quantizers, rotate_quantize
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, get_scheme
+from q2compile.runtime_kernels.ops.gemm import Factor
 from q2compile.runtime_kernels.registry import KernelWarning
 from tests.support import emulation
 from tests.support.checked_forms import (
@@ -55,8 +56,7 @@ def launch_emulated(monkeypatch, run) -> None:
 
     monkeypatch.setattr(calls, "empty", poisoned)
     monkeypatch.setattr(launch, "all_multiprocessors", lambda index: 132)
-    for module in (plan, quantizers):
-        monkeypatch.setattr(module, "shared_memory", lambda index: 228 * 1024)
+    monkeypatch.setattr(rotate_quantize, "shared_memory", lambda index: 228 * 1024)
 
 
 OF_TILES = "emulated", CPU, form(COLUMNWISE, "nvfp4_ms_eden_pow2")
@@ -132,13 +132,16 @@ def factors(m, n, k, schemes=(SCHEME, SCHEME)) -> list[Factor]:
     return found
 
 
-def product(a: Factor, b: Factor, bias, dtype) -> torch.Tensor:
-    operands = (*a[:3], *b[:3], bias, a.spec.name, b.spec.name, dtype)
-    return torch.ops.q2.gemm(*operands)
+def arguments(a: Factor, b: Factor, bias=None, dtype=torch.bfloat16) -> tuple:
+    return *a[:3], *b[:3], bias, a.spec.name, b.spec.name, dtype
 
 
-def request(*which):
-    return first_launch.request("gemm", "cublaslt_fp4", CPU, *which)
+def product(a: Factor, b: Factor, *how) -> torch.Tensor:
+    return torch.ops.q2.gemm(*arguments(a, b, *how))
+
+
+def request(*which, op="gemm"):
+    return first_launch.request(op, "cublaslt_fp4", CPU, *which)
 
 
 SCHEMES = [
@@ -155,7 +158,7 @@ def test_right_products_pass(schemes, dtype) -> None:
     a.codes[10:200] = 0
     for i, bias in enumerate((None, torch.randn(600).to(dtype))):
         out = product(a, b, bias, dtype)
-        first_launch.compare(request(i), out, a, b, bias)
+        first_launch.compare(request(i), out, arguments(a, b, bias))
         assert first_launch.known(request(i))
 
 
@@ -174,10 +177,10 @@ FAULTS = {
 def test_wrong_products_are_rejected_for_good(fault) -> None:
     """The next process rejects them, too; other algorithms still run."""
     a, b = factors(300, 512, 256)
-    out = product(a, b, None, torch.bfloat16)
+    out = product(a, b)
     FAULTS[fault](out)
     with pytest.raises(WrongError, match="its first large result, 300 x 512 in torch.bfloat16"):
-        first_launch.compare(request(1), out, a, b, None)
+        first_launch.compare(request(1), out, arguments(a, b))
     for _ in range(2):
         with pytest.raises(WrongError, match="differs from a BF16 GEMM"):
             first_launch.known(request(1))
@@ -188,16 +191,12 @@ def test_wrong_products_are_rejected_for_good(fault) -> None:
 def test_an_unrotated_product() -> None:
     a, b = factors(256, 512, 128, ("mxfp4_rtn", "mxfp4_rtn"))
     mask = torch.randint(0, 256, (256, 64), dtype=torch.uint8)
-    plain = product(a, b, None, torch.bfloat16)
+    plain = product(a, b)
     out = torch.ops.q2.masked_unrotate(plain, mask, "h32")
-
-    def finish(rows, picked, begin, end):
-        part = mask[picked, begin // 8 : end // 8].contiguous()
-        return torch.ops.q2.masked_unrotate(rows, part, "h32")
-
-    first_launch.compare(request(1), out, a, b, None, finish)
+    args = (*arguments(a, b, mask)[:-1], "h32", torch.bfloat16)
+    first_launch.compare(request(1, op="gemm_masked_unrotate"), out, args)
     with pytest.raises(WrongError):
-        first_launch.compare(request(2), plain, a, b, None, finish)
+        first_launch.compare(request(2, op="gemm_masked_unrotate"), plain, args)
 
 
 def test_large_products_alone() -> None:
@@ -214,13 +213,13 @@ def test_rows_that_show_nothing_are_no_verdict(rows) -> None:
         a.codes[:] = 0
     if rows == "of zeros, all but a few":
         a.codes[:16] = 0x22
-    first_launch.compare(request(1), product(a, b, None, torch.bfloat16), a, b, None)
+    first_launch.compare(request(1), product(a, b), arguments(a, b))
     assert not first_launch.known(request(1))
     out = torch.zeros(256, 256, dtype=torch.bfloat16)
     out[0, 3] = 1.0
     if rows != "of NaN":  # a wrong result is one
         with pytest.raises(WrongError):
-            first_launch.compare(request(1), out, a, b, None)
+            first_launch.compare(request(1), out, arguments(a, b))
 
 
 def test_an_algorithm_is_compared_once_for_each_class_of_rows() -> None:
@@ -263,12 +262,13 @@ def test_a_gemm_s_check_runs_in_memory_full_of_nan(candidate, monkeypatch) -> No
     [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: out of memory")],
     ids=["torch", "driver"],
 )
-def test_without_memory_it_is_compared_the_next_time(error) -> None:
-    def finish(*args):
+def test_without_memory_it_is_compared_the_next_time(monkeypatch, error) -> None:
+    def multiplied(*args):
         raise error
 
+    monkeypatch.setattr(first_launch, "_product", multiplied)
     a, b = factors(16, 16, 32)
-    first_launch.compare(request(1), product(a, b, None, torch.bfloat16), a, b, None, finish)
+    first_launch.compare(request(1), product(a, b), arguments(a, b))
     assert not first_launch.known(request(1))
 
 
@@ -280,14 +280,12 @@ def test_nothing_is_compared_in_a_cuda_graph_capture(monkeypatch, capturing) -> 
         is_cuda = True
 
     a, b = factors(16, 16, 32)
-    result = product(a, b, None, torch.bfloat16).as_subclass(OnGpu)
-    compared = []
-
-    def finish(rows, *where):
-        compared.append(where)
-        return rows
-
-    first_launch.compare(request(1), result, a, b, None, finish)
+    result, compared = product(a, b).as_subclass(OnGpu), []
+    multiplied = first_launch._product
+    monkeypatch.setattr(
+        first_launch, "_product", lambda *rows: compared.append(rows) or multiplied(*rows)
+    )
+    first_launch.compare(request(1), result, arguments(a, b))
     assert len(compared) == (not capturing) and first_launch.known(request(1)) == (not capturing)
 
 

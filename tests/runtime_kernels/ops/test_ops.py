@@ -272,7 +272,7 @@ def test_no_guard_on_divisibility():
             lambda x: q2.quantize(
                 x, scheme="mxfp4_rtn", transform="h32", rowwise=True, columnwise=False, mask=True
             ),
-            r"with a trust mask \(mxfp4_quest\)",
+            "there is no mask of .* by mxfp4_rtn",
         ),
         (
             lambda x: q2.quantize(
@@ -291,12 +291,13 @@ def test_no_guard_on_divisibility():
         ),
         (lambda x: q2.masked_unrotate(x, x, "h32"), "packed mask"),
         (lambda x: q2.masked_unrotate(x, x.byte(), "rht32"), "has no seed"),
-        (lambda x: q2.masked_unrotate(x, x.byte(), "h32"), "pass the padded gradient"),
-        (lambda x: q2.dequantize(x, x, SEED, "nvfp4", 4, x.dtype), "uint8 codes"),
+        (lambda x: q2.masked_unrotate(x, x.byte(), "h32"), "with a mask of"),
+        (lambda x: q2.dequantize(x, x, SEED, "nvfp4", 4, x.dtype), "codes are torch.uint8"),
     ],
 )
 def test_errors(call, said):
-    with pytest.raises(ValueError, match=said):
+    """Those that a call of q2compile.quantize can cause are ValueErrors (test_quantize.py)."""
+    with pytest.raises((ValueError, AssertionError), match=said):
         call(torch.randn(4, 32))
 
 

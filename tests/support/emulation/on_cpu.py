@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from q2compile.runtime_kernels.cuda.gemm import grouped_mm
-from q2compile.runtime_kernels.cuda.quantize import plan, split_scales
+from q2compile.runtime_kernels.cuda.quantize import plan, rotate_quantize, split_scales
 from q2compile.runtime_kernels.ops.table import QuantizerCall
 from tests.support import emulation, ptx
 from tests.support.quantizer_calls import launched
@@ -35,7 +35,7 @@ def pretend_device(monkeypatch: pytest.MonkeyPatch, room: int, multiprocessors: 
     each."""
     for module in (plan, split_scales, grouped_mm):
         monkeypatch.setattr(module, "multiprocessors", lambda index: multiprocessors)
-    monkeypatch.setattr(plan, "shared_memory", lambda index: room)
+    monkeypatch.setattr(rotate_quantize, "shared_memory", lambda index: room)
 
 
 def matrix(rows: int, cols: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

@@ -21,6 +21,7 @@ from q2compile.runtime_kernels.cuda.gemm import triton_kernel as gemm
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.numerics.swizzle import swizzle_32x4x4
 from q2compile.runtime_kernels.numerics.transforms import get_transform
+from q2compile.runtime_kernels.ops.gemm import Factor
 
 assert runtime_kernels  # importing it registers the ops
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -57,42 +58,40 @@ def with_numpy_2_4(patch_tensor):
     return patched
 
 
-def operand(rows: int, k: int, scheme: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def operand(rows: int, k: int, scheme: str) -> Factor:
     """An operand with plain scales."""
     x = torch.randn(rows, k)
     amax = x.abs().amax() if get_scheme(scheme).takes_amax else None
-    return torch.ops.q2.quantize(x, scheme=scheme, rowwise=True, columnwise=False, amax=amax)
+    made = torch.ops.q2.quantize(x, scheme=scheme, rowwise=True, columnwise=False, amax=amax)
+    return Factor(*made, get_scheme(scheme))
 
 
-def swizzled(packed, rows: int, scheme: str):
-    codes, scales, global_scale = packed
-    scales = scales.view(torch.uint8).repeat_interleave(get_scheme(scheme).block[0], 0)[:rows]
-    return codes, swizzle_32x4x4(scales.view(packed[1].dtype)), global_scale
+def swizzled(factor: Factor) -> Factor:
+    scales = factor.scales.view(torch.uint8).repeat_interleave(factor.spec.block[0], 0)
+    scales = scales[: factor.codes.shape[0]].view(factor.scales.dtype)
+    return factor._replace(scales=swizzle_32x4x4(scales))
 
 
 def check(m: int, n: int, k: int, schemes: tuple[str, str], biased: bool, tile: gemm.Tile) -> None:
     a, b = (operand(rows, k, s) for rows, s in zip((m, n), schemes, strict=True))
     bias = torch.randn(n) if biased else None
-    width = get_scheme(schemes[0]).width
-    operands = swizzled(a, m, schemes[0]), swizzled(b, n, schemes[1])
-    got = gemm.gemm_fp4(*operands, bias, width, torch.float32, tile)
-    want = torch.ops.q2.gemm(*a, *b, bias, *schemes, torch.float32)
+    got = gemm.gemm_fp4(swizzled(a), swizzled(b), bias, torch.float32, tile)
+    want = torch.ops.q2.gemm(*a[:3], *b[:3], bias, *schemes, torch.float32)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 def check_unrotated(m: int, n: int, k: int, scheme: str, dtype, tile: gemm.Tile) -> None:
     """Bit for bit the results of the two ops for the kernel's product, NaNs included."""
-    a, b = (swizzled(operand(rows, k, scheme), rows, scheme) for rows in (m, n))
+    a, b = (swizzled(operand(rows, k, scheme)) for rows in (m, n))
     a[2].fill_(0.75)
     if k > 100:
         b[1].view(torch.uint8)[:1] = 255  # a scale that is NaN in both formats: a column of NaNs
-    width = get_scheme(scheme).width
     mask = torch.randint(0, 256, (m, n // 8), dtype=torch.uint8)
     mask[:, : n // 16] |= torch.randint(0, 256, (m, n // 16), dtype=torch.uint8)
-    plain = gemm.gemm_fp4(a, b, None, width, dtype, tile)
+    plain = gemm.gemm_fp4(a, b, None, dtype, tile)
     want = torch.ops.q2.masked_unrotate(plain, mask, "h32")
     unrotation = gemm.Unrotation(mask, get_transform("h32").norm)
-    got = gemm.gemm_fp4(a, b, None, width, dtype, tile, unrotation)
+    got = gemm.gemm_fp4(a, b, None, dtype, tile, unrotation)
     assert torch.equal(got.isnan(), want.isnan())
     assert got.isnan().any() == (k > 100) and not got.isnan().all()
     assert torch.equal(got.nan_to_num(), want.nan_to_num())
@@ -115,9 +114,8 @@ def check_grouped(
         "wgrad": ((k, rows), (n, rows)),
     }[gemm_name]
     a, b = (operand(*size, s) for size, s in zip(sizes, schemes, strict=True))
-    specs = get_scheme(schemes[0]), get_scheme(schemes[1])
-    got = grouped.grouped_gemm_fp4(a, b, offs, specs, gemm_name, torch.float32, tile)
-    want = torch.ops.q2.grouped_gemm(*a, *b, offs, *schemes, gemm_name, torch.float32)
+    got = grouped.grouped_gemm_fp4(a, b, offs, gemm_name, torch.float32, tile)
+    want = torch.ops.q2.grouped_gemm(*a[:3], *b[:3], offs, *schemes, gemm_name, torch.float32)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
