@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from q2compile.runtime_kernels.kernel_states import DeviceLostError as DeviceLostError
     from q2compile.runtime_kernels.registry import KernelWarning as KernelWarning
     from q2compile.telemetry.options import TelemetryMapping as TelemetryMapping
-    from q2compile.tools.compare.comparison import Comparison as Comparison
     from q2compile.tools.compare.measure import compare as compare
+    from q2compile.tools.compare.measurements import Comparison as Comparison
     from q2compile.tools.compare.measurements import ModuleError as ModuleError
     from q2compile.tools.explain import Report as Report
     from q2compile.tools.explain import explain as explain
@@ -81,7 +81,7 @@ _HOMES = {
     "DeviceLostError": "runtime_kernels.kernel_states",
     "KernelWarning": "runtime_kernels.registry",
     "TelemetryMapping": "telemetry.options",
-    "Comparison": "tools.compare.comparison",
+    "Comparison": "tools.compare.measurements",
     "compare": "tools.compare.measure",
     "ModuleError": "tools.compare.measurements",
     "explain": "tools.explain",

@@ -68,9 +68,8 @@ MAY_IMPORT = {
     "tools.bench": ["cost_model", "lowering", "recipes", "runtime_kernels", *SHARED_TOOLS],
     "tools.compare": [*TOOLS, *SHARED_TOOLS, "cost_model"],
     "tools.export": [*TOOLS, *SHARED_TOOLS, "telemetry"],
-    "tools.page": ["cost_model", "passes.record", "recipes", "report.model_rows", "report.row"]
+    "tools.page": ["cost_model", "recipes", "report.model_rows", "report.row"]
     + ["runtime_kernels.ops.gaussian", "telemetry.read", *SHARED_TOOLS],
-    "tools.page.assemble": [],
     "rewrite": ["capture", "config", "cost_model", "graph", "linear", "recipes", "report.row"]
     + ["torch_internals"],
     "compiler": ["config", "graph", "lowering", "passes", "runtime_kernels", "torch_internals"]
@@ -421,9 +420,6 @@ def test_no_second_registration() -> None:
 # Files that may have the name of a quantizing op as a text: the table; what is another thing.
 NAMES_QUANTIZERS = {
     "runtime_kernels/ops/table.py",
-    "runtime_kernels/ops/__init__.py",  # modules
-    "runtime_kernels/cpu/__init__.py",  # a module
-    "runtime_kernels/cuda/__init__.py",  # a folder
     "q2compile/__init__.py",  # the public function, as in tools/quantize.py
     "q2compile/tools/quantize.py",
     "q2compile/recipes/option_types.py",  # sources of operands, as in those below

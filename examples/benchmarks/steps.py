@@ -57,6 +57,7 @@ from itertools import product
 from typing import Any
 
 import torch
+from alive import measured
 from rows import Benchmark, Row, over_bf16, run
 from telemetry_cost import telemetry_cost
 from torch import nn
@@ -93,7 +94,6 @@ from workloads import (
 )
 
 import q2compile
-from q2compile.tools.bench.alive import measured
 from q2compile.tools.bench.host import per_call, per_linear
 from q2compile.tools.bench.timing import in_turns
 from q2compile.torch_internals.optimizer_steps import look_up_optimizers

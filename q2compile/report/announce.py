@@ -34,7 +34,7 @@ from q2compile.cost_model.devices import present_device
 from q2compile.passes.record import PassRecord
 from q2compile.recipes.recipe import GEMMS
 from q2compile.report.row import Row, shape_text
-from q2compile.runtime_kernels.cuda.emulated import emulated
+from q2compile.runtime_kernels.registry import emulated
 from q2compile.torch_internals.dynamo import was_named
 from q2compile.torch_internals.ranks import process_rank
 

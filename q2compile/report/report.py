@@ -12,12 +12,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from q2compile.cost_model.devices import ASSUMPTIONS, shown_devices
 from q2compile.report.graph_record import GraphRecord
 from q2compile.report.model_rows import layers, of_model
-from q2compile.report.printable import one_line, printable
+from q2compile.report.printable import aligned, one_line, printable
 from q2compile.report.row import COLUMNS, Row, cells
 from q2compile.report.run_facts import RunFacts
-from q2compile.runtime_kernels.cpu import build
-from q2compile.runtime_kernels.cuda.emulated import emulated
-from q2compile.runtime_kernels.registry import left_out
+from q2compile.runtime_kernels.registry import emulated, left_out, preferences
 
 if TYPE_CHECKING:
     from q2compile.report.model_coverage import Coverage
@@ -87,7 +85,7 @@ class RunReport:
         # The graphs of one function know the same models, and say the same of them.
         known = dict.fromkeys(note for c in self._coverages for note in c.notes())
         on_gpu = any(row.device.startswith("cuda") for row in self.rows)
-        notes = [*left_out(), *(emulated() if on_gpu else ()), *build.reasons(), *known]
+        notes = [*left_out(), *(emulated() if on_gpu else ()), *preferences(), *known]
         return [*self.faults, *notes, *_predictions(of_model(row.to_json() for row in self.rows))]
 
     def close(self) -> None:
@@ -162,11 +160,7 @@ def table(rows: Iterable[Row]) -> str:
         body.append([one_line(text.get(c, "")) for c in shown])
         if row.taken:
             recipes.append((row.recipe, row.fprop, row.dgrad, row.wgrad))
-    widths = [max(len(line[i]) for line in [list(shown), *body]) for i in range(len(shown))]
-    lines = [
-        "  ".join(t.ljust(w) for t, w in zip(line, widths, strict=True)).rstrip()
-        for line in [list(shown), ["-" * w for w in widths], *body]
-    ]
+    lines = aligned(body, shown)
     for name, *gemms in dict.fromkeys(recipes):
         lines += ["", f"recipe {name}"]
         lines += [f"  {g}  {t}" for g, t in zip(("fprop", "dgrad", "wgrad"), gemms, strict=True)]

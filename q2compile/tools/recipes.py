@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterable
 
 from q2compile.recipes.published import PAPERS, RECIPES
 from q2compile.recipes.recipe import GEMMS
 from q2compile.recipes.resolve import resolve
+from q2compile.report.printable import aligned
 from q2compile.runtime_kernels.numerics.schemes import E2M1_MAX, SCHEMES, Scheme
 from q2compile.runtime_kernels.numerics.transforms import TRANSFORMS, Transform
 
@@ -37,9 +37,9 @@ def run(options: Namespace) -> int:
             print(f"    {gemm}  {text}")
     print("\nschemes: how an operand is rounded, for recipes of your own and q2compile.quantize")
     print("  with global_scale='pow2', the scheme whose name ends in _pow2 is used\n")
-    print(_table(map(_scheme, SCHEMES.values())))
+    print(*(f"  {line}" for line in aligned([*map(_scheme, SCHEMES.values())])), sep="\n")
     print("\ntransforms: how an operand is rotated before it is rounded\n")
-    print(_table(map(_transform, TRANSFORMS.values())))
+    print(*(f"  {line}" for line in aligned([*map(_transform, TRANSFORMS.values())])), sep="\n")
     return 0
 
 
@@ -64,10 +64,3 @@ def _transform(transform: Transform) -> list[str]:
     if transform.size == 1:
         return [transform.name, "not rotated"]
     return [transform.name, f"Hadamard, chunks of {transform.size}, {_SIGNS[transform.signs]}"]
-
-
-def _table(rows: Iterable[list[str]]) -> str:
-    rows = list(rows)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(t.ljust(w) for t, w in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(f"  {line}".rstrip() for line in lines)

@@ -298,6 +298,33 @@ def test_a_benchmark_that_does_not_exist(capsys, monkeypatch) -> None:
     assert "--only mine: give names of" in capsys.readouterr().err
 
 
+def test_what_is_alive_at_the_peak_of_a_trace(tmp_path) -> None:
+    """Memory counts for the line of generated code that allocated it, also through another
+    function. Memory from before is freed. A block whose free was only requested is alive."""
+    alive = load(ROOT / "examples" / "benchmarks" / "alive.py")
+    code = tmp_path / "torchinductor_me.py"
+    code.write_text("buf0 = empty_strided_cuda((4, ))\nq2_site_0(buf0)\n")
+    generated = [{"filename": str(code), "name": "call", "line": n} for n in (1, 2)]
+    inner = {"filename": "calls.py", "name": "empty", "line": 7}
+
+    def event(action, addr, size, *frames):
+        return {"action": action, "addr": addr, "size": size, "frames": frames}
+
+    trace = [
+        event("alloc", 1, 100, generated[0]),
+        event("free_requested", 1, 100),
+        event("alloc", 2, 50, inner, generated[1]),
+        event("alloc", 3, 25, inner, generated[1]),
+        event("free_completed", 1, 100),
+        event("free_completed", 9, 500),
+        event("alloc", 4, 60),
+    ]
+    assert alive.lines(trace) == {
+        "call:1 buf0 = empty_strided_cuda((4, ))": 100,
+        "call:2 q2_site_0(buf0)": 75,
+    }
+
+
 def test_recorded_results_say_where_they_come_from() -> None:
     results = sorted((ROOT / "examples" / "benchmarks" / "results").glob("*.json"))
     assert results

@@ -15,5 +15,5 @@ def data_of(page):
 
 
 def unpacked(text):
-    """The text that `assemble.packed` packed."""
+    """The text that `document.packed` packed."""
     return zlib.decompress(base64.b64decode(text)).decode()

@@ -2,9 +2,8 @@
 """Hashes of what quantizers make of one input, which must be the same on every device.
 
 The input is made of integers, so its bits are the same everywhere, and kernels are defined to the
-bit. `codes.json` has the hashes that the references give on a CPU:
-
-    python -m q2compile.tools.bench.codes        writes it, in some minutes on two cores
+bit. `codes.json` has the hashes that the references give on a CPU
+(tests/support/bench_references.py writes it).
 
 Each output is hashed in PIECES pieces along its first dimension: a report from another machine then
 says which output of which quantizer differs, and where.
@@ -14,14 +13,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import platform
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from importlib import resources
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -29,7 +24,7 @@ from q2compile.cost_model.quantizers import Quantizer
 from q2compile.runtime_kernels.choice import choose
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED
 from q2compile.runtime_kernels.ops.table import REQUANTIZE, QuantizerCall, rowwise_call
-from q2compile.runtime_kernels.registry import REFERENCE, select
+from q2compile.runtime_kernels.registry import select
 from q2compile.tools.bench.cases import CASES, call_of
 
 SHAPE = (8192, 4096)
@@ -133,26 +128,3 @@ def shipped(shape: tuple[int, int]) -> dict[str, dict[str, str]]:
     text = resources.files(__package__).joinpath(FILE).read_text(encoding="utf-8")
     found: dict[str, dict[str, str]] = json.loads(text)["x".join(map(str, shape))]
     return found
-
-
-def main() -> None:
-    """Writes codes.json."""
-    result: dict[str, Any] = {
-        "what": "sha256 of the outputs of quantizers, by the references on a CPU",
-        "command": "python -m q2compile.tools.bench.codes",
-        "torch": torch.__version__,
-        "machine": platform.machine(),
-    }
-    for shape in (SMALL, SHAPE):
-        key = "x".join(map(str, shape))
-        result[key] = {}
-        for name, make in calls(torch.device("cpu"), shape):
-            start = time.perf_counter()
-            result[key][name] = hashes(make(), REFERENCE)
-            print(f"{key} {name}: {time.perf_counter() - start:.1f} s", flush=True)
-    path = Path(__file__).with_name(FILE)
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

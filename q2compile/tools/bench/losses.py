@@ -2,25 +2,19 @@
 """50 steps of a tiny model, beside the losses of the references on a CPU.
 
 Weights and data are the same on every device. Random bits are not, since each device has its own
-generator: `losses.json` has the mean over SEEDS runs on a CPU, and how far runs differ,
-
-    python -m q2compile.tools.bench.losses       writes it, in a minute on 16 cores
-
-and a run agrees when the mean of its last LAST losses is within a band of the curve's: DEVIATIONS
-standard deviations of that mean, and ROUNDING for other orders of sums.
+generator. `losses.json`, which tests/support/bench_references.py writes, has the mean over several
+runs on a CPU and how far they differ. A run agrees when the mean of its last LAST losses is within
+a band of the curve's: DEVIATIONS standard deviations of that mean, and ROUNDING for other orders of
+sums.
 """
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import statistics
-import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +27,7 @@ from q2compile.tools.bench.llama_block import Block, LlamaBlock
 from q2compile.tools.bench.report import FAULT, PASSED, BenchRow
 
 FILE = "losses.json"
-STEPS, LAST, SEEDS = 50, 10, 4
+STEPS, LAST = 50, 10
 DEVIATIONS, ROUNDING = 5.0, 0.02  # ROUNDING in nats
 WORDS = 256
 _BLOCK = Block(width=128, inner=256, heads=4, key_values=2, batch=4, length=64)
@@ -137,41 +131,3 @@ def shipped() -> dict[str, dict[str, Any]]:
     text = resources.files(__package__).joinpath(FILE).read_text(encoding="utf-8")
     found: dict[str, dict[str, Any]] = json.loads(text)["curves"]
     return found
-
-
-def _run(recipe: str, seed: int) -> list[float]:
-    torch.set_num_threads(1)
-    return train(recipe, torch.device("cpu"), seed)
-
-
-def main() -> None:
-    """Writes losses.json, or the file that is named."""
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).with_name(FILE)
-    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
-        runs = {
-            recipe: [
-                pool.submit(_run, recipe, seed)
-                for seed in range(1, 1 + (SEEDS if recipe != "bf16" else 1))
-            ]
-            for recipe in RECIPES
-        }
-        curves = {name: _curve([run.result() for run in own]) for name, own in runs.items()}
-    result = {
-        "what": f"losses of the model of losses.py, {SEEDS} runs with other random bits on a CPU",
-        "command": "python -m q2compile.tools.bench.losses",
-        "torch": torch.__version__,
-        "curves": curves,
-    }
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-
-
-def _curve(runs: list[list[float]]) -> dict[str, Any]:
-    lasts = [statistics.fmean(run[-LAST:]) for run in runs]
-    return {
-        "mean": [round(statistics.fmean(step), 4) for step in zip(*runs, strict=True)],
-        "deviation": round(statistics.stdev(lasts), 5) if len(lasts) > 1 else 0.0,
-    }
-
-
-if __name__ == "__main__":
-    main()

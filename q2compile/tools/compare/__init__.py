@@ -3,6 +3,6 @@
 
 probe        every matmul of a compiled graph becomes one whose recipe is chosen run by run
 measure      the runs: bf16, the recipe, each of its GEMMs alone, each module alone
-comparison   what came out: a table, a picture, a policy within a budget
+measurements what came out: a table, a picture, a policy within a budget
 command      `q2compile compare`
 """

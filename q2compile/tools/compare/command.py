@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from q2compile.config import Config
-from q2compile.tools.compare.comparison import Comparison
 from q2compile.tools.compare.measure import compare
-from q2compile.tools.compare.measurements import ModuleError, check_budget
+from q2compile.tools.compare.measurements import Comparison, ModuleError, check_budget
 from q2compile.tools.given import built
 
 

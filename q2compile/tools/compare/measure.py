@@ -18,8 +18,7 @@ from q2compile.recipes.published import RECIPES
 from q2compile.recipes.recipe import GEMMS
 from q2compile.tools.as_it_was import as_it_was, same_random_numbers
 from q2compile.tools.batches import all_batches, arguments_of
-from q2compile.tools.compare.comparison import Comparison
-from q2compile.tools.compare.measurements import ModuleError
+from q2compile.tools.compare.measurements import Comparison, ModuleError
 from q2compile.tools.compare.probe import Probes, Run
 from q2compile.tools.worst_layers import kinds_of
 from q2compile.torch_internals.dynamo import not_compiled, original_module

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The measurements of `compare`, and the policy that follows from them."""
+"""The result of `compare`: the measurements, as a table and as a picture, and the policy that
+follows from them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from q2compile.cost_model.devices import DEVICES
 from q2compile.errors import ConfigError, one_of, shown
 from q2compile.recipes.recipe import GEMMS
+from q2compile.report.printable import aligned, printable
 from q2compile.report.row import Row, shape_text
 from q2compile.tools.worst_layers import (
     after,
@@ -21,7 +24,9 @@ from q2compile.tools.worst_layers import (
     worst_layers,
 )
 
-RUNS = ("all", *GEMMS)  # the whole recipe, and each of its GEMMs alone
+_WORDS = {"all": "the whole recipe", **{gemm: f"{gemm} alone" for gemm in GEMMS}}
+_MOST = 12  # reasons of matmuls left; a model may have hundreds of one kind
+_DRAWN = 40  # modules: more can't be read on one page
 
 
 @dataclass
@@ -98,8 +103,8 @@ class ModuleError:
 
 
 @dataclass
-class Measurements:
-    """The error of a model's gradients under a recipe, by module.
+class Comparison:
+    """The result of `compare`. Print it to see the table, worst module first.
 
     recipe     its name; ``option``: as it was given, ``given_policy``: the policy beside it
     losses     "bf16" and the recipe's name -> the loss of each batch
@@ -205,8 +210,110 @@ class Measurements:
             "policy": dict(self.given_policy),
         }
 
+    def draw(self, path: str | Path) -> None:
+        """Draw the ranking into a file, whose ending says its kind (png, svg, pdf): modules worst
+        first, left the share of the gradient's squared error, right each GEMM's own relative error.
+
+        Raises an ImportError if matplotlib is not installed.
+        """
+        from matplotlib.figure import Figure
+
+        modules = self.ranked[:_DRAWN]
+        figure = Figure(figsize=(11, 1.6 + 0.22 * len(modules)), layout="constrained")
+        left, right = figure.subplots(1, 2, sharey=True)
+        places = range(len(modules))
+        left.barh(places, [100 * (self.share(m) or 0.0) for m in modules], color="C3")
+        left.set_yticks(places, [m.module for m in modules], fontsize=8)
+        left.invert_yaxis()
+        left.set_xlabel("share of the gradient's squared error, %")
+        for gemm, marker in zip(GEMMS, "o^s", strict=True):
+            points = [(getattr(m, gemm), i) for i, m in enumerate(modules)]
+            known = [(error, i) for error, i in points if error is not None]
+            if known:
+                right.plot(*zip(*known, strict=True), marker, markersize=4, label=gemm)
+        right.set_xlabel("relative error of the GEMM alone")
+        right.set_xlim(left=0)
+        right.legend(fontsize=8)
+        for axis in (left, right):
+            axis.grid(alpha=0.3, axis="x")
+        more = f"; the worst {_DRAWN} of {len(self.modules)}" if len(self.modules) > _DRAWN else ""
+        figure.suptitle(f"{self.recipe} against bf16{more}", fontsize=10)
+        figure.savefig(path, dpi=120)
+
+    def __str__(self) -> str:
+        return printable(_text(self))
+
 
 def check_budget(budget: object) -> None:
     """Raises ValueError unless ``budget`` is a share."""
     if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 <= budget <= 1:
         raise ConfigError(f"budget: got {shown(budget)}; allowed: a share, from 0 to 1")
+
+
+def _text(c: Comparison) -> str:
+    """Losses, the gradient's error, the modules worst first, and what was left."""
+    bf16, own = c.losses["bf16"], c.losses[c.recipe]
+    n = len(bf16)
+    gap = sum(b - a for a, b in zip(bf16, own, strict=True)) / n
+    lines = [
+        f"{c.recipe} against bf16, {n} batch{'es' * (n > 1)}: "
+        f"loss {sum(bf16) / n:.4f} in bf16, {gap:+.4f} in {c.recipe}",
+        "",
+        "relative error of the gradient of all parameters",
+        *(f"  {_WORDS[run]:18}{sum(e) / len(e):.4f}" for run, e in c.gradients.items()),
+        *_all_modules(c),
+        "",
+        *_modules(c),
+    ]
+    if c.left:
+        reasons: dict[str, list[str]] = {}
+        for module, why in c.left.items():
+            reasons.setdefault(why, []).append(module)
+        lines += ["", f"left as they are: {len(c.left)}"]
+        for why, modules in list(reasons.items())[:_MOST]:
+            more = f" and {len(modules) - 3} more" if len(modules) > 3 else ""
+            lines.append(f"  {', '.join(modules[:3])}{more}: {why}")
+    return "\n".join(lines)
+
+
+def _all_modules(c: Comparison) -> list[str]:
+    """Whether shares can be believed: the first batch's error, and what the effects add up to."""
+    if not c.sum_of_effects:
+        return []
+    return [
+        f"  the modules' effects add up to {c.sum_of_effects:.4f} (root of the sum of squares), "
+        f"measured on the first batch: {c.gradients['all'][0]:.4f}"
+    ]
+
+
+def _modules(c: Comparison) -> list[str]:
+    """One line per module, worst first.
+
+    share: its part of the gradient's squared error; effect: the gradient's error with this module
+    alone quantized; fp8: that in FP8; fprop, dgrad, wgrad: each GEMM's own error; gradient: of its
+    weight's gradient under the whole recipe.
+    """
+    head = ["module", "shape", "effect", "fp8", "share", *GEMMS, "gradient", "flops"]
+    total = sum(m.flops or 0 for m in c.modules)
+    rows = [
+        [
+            m.module,
+            m.shape,
+            _number(m.effect),
+            _number(m.fp8_effect),
+            _percent(c.share(m)),
+            *(_number(getattr(m, gemm)) for gemm in GEMMS),
+            _number(m.gradient),
+            _percent(m.flops / total if m.flops is not None and total else None),
+        ]
+        for m in c.ranked
+    ]
+    return aligned(rows, head, left=2)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"

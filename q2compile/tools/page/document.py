@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The data of the report page, and the page.
 
-The page's data is a JSON document, in the element with the id "data":
+The page is one HTML file, and opening it loads nothing else. Its data is a JSON document, in the
+element with the id "data":
 
     format     1
     name       of the run's folder, or "explain"
-    headline   sentences (`headline`)
+    headline   a sentence (`headline`)
     findings   [{"text", "policy", "about"}, ...] (`findings`)
     devices    [{"column": "b200", "name": "B200"}, ...], of the predictions
     assumptions  what the predictions stand on
@@ -27,16 +28,19 @@ The page's data is a JSON document, in the element with the id "data":
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
+import zlib
 from collections.abc import Mapping, Sequence
 from html import escape
+from importlib.resources import files
 from typing import Any
 
 from q2compile.cost_model.devices import ASSUMPTIONS, shown_devices
 from q2compile.recipes.recipe import GEMMS
 from q2compile.report.model_rows import rows_of_layers
-from q2compile.tools.page.assemble import assemble, packed, static
 from q2compile.tools.page.errors import (
     Error,
     gemm_errors,
@@ -45,11 +49,12 @@ from q2compile.tools.page.errors import (
     worst_by_module,
 )
 from q2compile.tools.page.findings import findings
-from q2compile.tools.page.foot import foot
 from q2compile.tools.page.headline import headline, of_records
 from q2compile.tools.page.saved_tensors import saved_tensors
 
+_STYLES = ("base.css", "report.css")
 _SCRIPTS = (
+    "base.js",
     "model.js",
     "gemm.js",
     "summary.js",
@@ -66,6 +71,7 @@ _SCRIPTS = (
 # Files of a graph that the page shows as they are, or reads.
 _TEXTS = (".txt", ".py")
 _ORIGINS = "nodes.json"
+_FACTS = ("versions", "commit", "device", "date", "command", "options")
 
 
 def report_page(
@@ -73,30 +79,58 @@ def report_page(
     rows: Sequence[Mapping[str, Any]],
     notes: Sequence[str],
     graphs: Mapping[int, Mapping[str, str]],
-    *,
-    telemetry: Mapping[str, Any] | None = None,
-    comparison: Mapping[str, Any] | None = None,
-    run: Mapping[str, Any] | None = None,
+    **parts: Mapping[str, Any] | None,
 ) -> str:
-    """The page of a report.
-
-    rows        as `Row.to_json` gives them
-    graphs      number -> name of a dump file -> its text
-    telemetry   as `telemetry.read.read_folder` gives it
-    comparison  as `Comparison.to_json` gives it
-    run         as `RunFacts.to_json` gives it
-    """
-    data = document(name, rows, notes, graphs, telemetry=telemetry, comparison=comparison, run=run)
-    headline = data["headline"]
-    parts = {
+    """The page of a report: `document` in a template, and the scripts that show it. The page's own
+    policy lets it run these scripts only, which share one scope."""
+    data = document(name, rows, notes, graphs, **parts)
+    script = f'(() => {{\n"use strict";\n{"".join(map(_static, _SCRIPTS))}}})();\n'
+    inserted = {
+        "title": escape(f"{name}: {data['headline']}"),
+        "script-hash": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        "style": "".join(map(_static, _STYLES)),
         "name": escape(name),
-        "headline": escape(headline[0]),
-        "more": escape(" ".join(headline[1:])),
-        "foot": foot(data["run"]),
+        "headline": escape(data["headline"]),
+        "foot": _foot(data["run"]),
+        "data": script_json(data),
+        "script": script,
     }
-    body = re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], static("report.html"))
-    scripts = [static(f) for f in _SCRIPTS]
-    return assemble(f"{name}: {headline[0]}", [static("report.css")], scripts, body, data)
+    template = _static("report.html")
+    return re.sub(r"\{\{([\w-]+)\}\}", lambda found: inserted[found[1]], template)
+
+
+def _static(name: str) -> str:
+    return (files("q2compile.tools.page") / "static" / name).read_text(encoding="utf-8")
+
+
+def script_json(value: Any) -> str:
+    """JSON that may be put into a script element, whatever is in its strings."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    # Half of a pair of surrogates, which a name in a model may be, is no UTF-8.
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def packed(text: str) -> str:
+    """A long text as base64 of zlib's format, which browsers unpack (DecompressionStream)."""
+    raw = zlib.compress(text.encode("utf-8", "backslashreplace"), 9)
+    return base64.b64encode(raw).decode()
+
+
+def _foot(run: Mapping[str, Any]) -> str:
+    """Facts about the run, as HTML; "" if none are known."""
+    facts = [(fact, _fact_text(run[fact])) for fact in _FACTS if run.get(fact)]
+    pairs = "".join(f"<dt>{fact}</dt><dd>{escape(text)}</dd>" for fact, text in facts)
+    return f'<footer id="run"><dl class="facts">{pairs}</dl></footer>' if facts else ""
+
+
+def _fact_text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {version}" for name, version in value.items())
+    if isinstance(value, list):
+        return "; ".join(json.dumps(options, ensure_ascii=False) for options in value)
+    return str(value)
 
 
 def document(
@@ -109,8 +143,17 @@ def document(
     comparison: Mapping[str, Any] | None = None,
     run: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The data of the page (see above)."""
-    recipes, kernels, texts = _Places(), _Places(), _Places()
+    """The data of the page (see above).
+
+    rows        as `Row.to_json` gives them
+    graphs      number -> name of a dump file -> its text
+    telemetry   as `telemetry.read.read_folder` gives it
+    comparison  as `Comparison.to_json` gives it
+    run         as `RunFacts.to_json` gives it
+    """
+    recipes: dict[str, int] = {}
+    kernels: dict[str, int] = {}
+    texts: dict[str, int] = {}
     operands = operand_errors(telemetry)
     worst = worst_by_module(operands or gemm_errors(comparison, rows))
     share = shares(comparison)
@@ -128,36 +171,27 @@ def document(
         "findings": findings(rows, telemetry, comparison, operands, in_force),
         "devices": [{"column": d.column, "name": d.name} for d in devices],
         "assumptions": ASSUMPTIONS,
-        "recipes": [json.loads(text) for text in recipes.values],
-        "kernels": [json.loads(text) for text in kernels.values],
+        "recipes": [json.loads(text) for text in recipes],
+        "kernels": [json.loads(text) for text in kernels],
         "rows": shown,
         # The headline and the bars say what the predictions are; `assumptions` what they stand on.
         "notes": [note for note in notes if not note.startswith("predicted")],
         "graphs": [_graph(number, files, texts) for number, files in sorted(graphs.items())],
-        "texts": [packed(text) for text in texts.values],
+        "texts": [packed(text) for text in texts],
         "telemetry": telemetry,
         "run": run or {},
     }
 
 
-class _Places:
-    """Distinct texts, and where each stands."""
-
-    def __init__(self) -> None:
-        self._place: dict[str, int] = {}
-
-    def of(self, text: str) -> int:
-        return self._place.setdefault(text, len(self._place))
-
-    @property
-    def values(self) -> list[str]:
-        return list(self._place)
+def _place(known: dict[str, int], text: str) -> int:
+    """Where a text is among the distinct ones that are known, or is added now."""
+    return known.setdefault(text, len(known))
 
 
 def _row(
     row: Mapping[str, Any],
-    recipes: _Places,
-    kernels: _Places,
+    recipes: dict[str, int],
+    kernels: dict[str, int],
     worst: Mapping[str, Error],
     share: Mapping[str, float],
 ) -> dict[str, Any]:
@@ -169,20 +203,20 @@ def _row(
     error = worst.get(row["module"]) if known else None
     shown["error"] = error and error.to_json()
     shown["share"] = share.get(row["module"]) if known else None
-    shown["recipe"] = recipes.of(json.dumps(named)) if row["taken"] else None
-    shown["kernels"] = kernels.of(json.dumps(run)) if row["taken"] else None
+    shown["recipe"] = _place(recipes, json.dumps(named)) if row["taken"] else None
+    shown["kernels"] = _place(kernels, json.dumps(run)) if row["taken"] else None
     return shown
 
 
-def _graph(number: int, files: Mapping[str, str], texts: _Places) -> dict[str, Any]:
+def _graph(number: int, files: Mapping[str, str], texts: dict[str, int]) -> dict[str, Any]:
     saved = saved_tensors(files)
     return {
         "number": number,
         "texts": {
-            name: texts.of(text)
+            name: _place(texts, text)
             for name, text in sorted(files.items())
             if name.endswith(_TEXTS) or name == _ORIGINS
         },
         "passes": json.loads(files.get("passes.json", "[]")),
-        "saved": None if saved is None else texts.of(json.dumps(saved)),
+        "saved": None if saved is None else _place(texts, json.dumps(saved)),
     }

@@ -1,48 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report in one paragraph: what was taken, what was left, what it saves and what it costs."""
+"""The page's first sentence: what was taken."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from q2compile.cost_model.devices import shown_devices
 from q2compile.report.model_rows import layers, of_model
-from q2compile.tools.time_words import time_words
-
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-_NAMED = 3  # reasons that are spelt out
 
 
-def headline(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Sentences, the most important first."""
-    rows = of_model(rows)
-    weights = [row for row in rows if row["has_parameter"]]
-    taken = [row for row in weights if row["taken"]]
-    sentences = [_taken(layers(weights), layers(taken)), *_left(layers(weights))]
-    sentences += [*_without_weight(layers(rows)), *_saved(taken)]
-    return [*sentences, *_times(taken)]
+def headline(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The sentence of a run with a dump."""
+    weights = [row for row in of_model(rows) if row["has_parameter"]]
+    return _taken(layers(weights), layers(row for row in weights if row["taken"]))
 
 
-def of_records(telemetry: Mapping[str, Any]) -> list[str]:
-    """One sentence about what was recorded, for a run without a dump."""
+def of_records(telemetry: Mapping[str, Any]) -> str:
+    """The sentence about what was recorded, for a run without a dump."""
     steps, modules = telemetry["steps"], {o["module"] for o in telemetry["operands"]}
     if not steps:
-        return ["Nothing is recorded here yet."]
+        return "Nothing is recorded here yet."
     ranks = len(telemetry["ranks"])
     of_ranks = f", on {ranks} ranks" if ranks > 1 else ""
     which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
     plural = "" if len(modules) == 1 else "s"
-    return [f"{len(modules)} module{plural}, {which}{of_ranks}."]
-
-
-def bytes_words(n: float) -> str:
-    """A number of bytes in words, such as 3.4 MiB."""
-    unit = 0
-    while n >= 1024 and unit < len(_UNITS) - 1:
-        n, unit = n / 1024, unit + 1
-    return f"{n:.0f} {_UNITS[unit]}" if not unit or n >= 100 else f"{n:.1f} {_UNITS[unit]}"
+    return f"{len(modules)} module{plural}, {which}{of_ranks}."
 
 
 def _taken(weights: Sequence[Mapping[str, Any]], taken: Sequence[Mapping[str, Any]]) -> str:
@@ -68,77 +50,3 @@ def _formats(taken: Iterable[Mapping[str, Any]]) -> str:
     text = " ".join(str(row[gemm]) for row in taken for gemm in ("fprop", "dgrad", "wgrad"))
     found = [name for name in ("fp8", "nvfp4", "mxfp4") if name in text]
     return " and ".join(name.upper() for name in found) or "low precision"
-
-
-def _left(weights: Sequence[Mapping[str, Any]]) -> list[str]:
-    by_reason: dict[str, list[str]] = {}
-    for row in weights:
-        if not row["taken"]:
-            by_reason.setdefault(_short(row["why"]), []).append(row["module"])
-    if not by_reason:
-        return []
-    groups = sorted(by_reason.items(), key=lambda item: -len(item[1]))
-    sentences = [
-        f"{names[0] if len(names) == 1 else f'{len(names)} matmuls'} ({why})"
-        for why, names in groups[:_NAMED]
-    ]
-    more = sum(len(names) for _, names in groups[_NAMED:])
-    return [f"Left in BF16: {', '.join([*sentences, *[f'{more} more'] * bool(more)])}."]
-
-
-def _short(why: str) -> str:
-    """A reason up to its first explanation."""
-    return re.split(r"; |: no compiled graph", why)[0]
-
-
-def _without_weight(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    n = sum(not row["has_parameter"] for row in rows)
-    if not n:
-        return []
-    one = n == 1
-    return [
-        f"{n} {'matmul' if one else 'matmuls'} of two activations "
-        f"{'has' if one else 'have'} no weight and {'stays' if one else 'stay'} as "
-        f"{'it is' if one else 'they are'}."
-    ]
-
-
-def _saved(taken: Sequence[Mapping[str, Any]]) -> list[str]:
-    saved = [row for row in taken if row["saved_bytes"] and row["saved_elements"]]
-    size, elements = (sum(row[f"saved_{what}"] for row in saved) for what in ("bytes", "elements"))
-    if not elements:
-        return []
-    return [
-        f"The quantized matmuls save {bytes_words(size)} for the backward pass, and in BF16 "
-        f"{bytes_words(2 * elements)}: {8 * size / elements:.2f} bits per element instead of 16."
-    ]
-
-
-def _times(taken: Sequence[Mapping[str, Any]]) -> list[str]:
-    sentences = []
-    if ratios := predicted_ratios(taken):
-        each = ", ".join(f"on {name} {time_words(ratio)}" for name, ratio in ratios.items())
-        of = "counting only the GEMMs and quantizers of these matmuls"
-        sentences.append(f"Predicted from data sheets, {of}: {each}.")
-    measured = [row["measured"] for row in taken if row["measured"]]
-    for device in dict.fromkeys(times["device"] for times in measured):
-        own, bf16 = (
-            sum(times[key] for times in measured if times["device"] == device)
-            for key in ("microseconds", "bf16_microseconds")
-        )
-        sentences.append(f"Measured on {device}, one by one: {time_words(own / bf16)}.")
-    if ratios and not measured:
-        sentences.append("To measure them on this machine, run q2compile report --measure.")
-    return sentences
-
-
-def predicted_ratios(taken: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """GPU -> time of the matmuls that were taken over BF16's; {} without predictions."""
-    predicted = [row["predicted"] for row in taken if row["predicted"]]
-    if not predicted:
-        return {}
-    return {
-        device.name: sum(times[device.column]["microseconds"] for times in predicted)
-        / sum(times[device.column]["bf16_microseconds"] for times in predicted)
-        for device in shown_devices(predicted)
-    }

@@ -6,16 +6,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from pathlib import Path
-from types import NoneType
 from typing import Any, TypeVar
 
 from q2compile.errors import ConfigError, shown
-from q2compile.passes.record import PassRecord
 from q2compile.recipes.published import RECIPES
 from q2compile.recipes.recipe import GEMMS
-from q2compile.report.row import Row, cells
+from q2compile.report.row import Row
 from q2compile.tools.page.headline import headline
 
 T = TypeVar("T")
@@ -53,7 +50,7 @@ def read_dump(folder: Path) -> tuple[list[dict[str, Any]], list[str], dict[int, 
 def read_run(folder: Path) -> dict[str, Any]:
     """A dump's run.json, as `RunFacts.to_json` gives it; {} where a dump was written without."""
     path = folder / "run.json"
-    return _parsed(path, _checked_run) if path.is_file() else {}
+    return _parsed(path, json.loads) if path.is_file() else {}
 
 
 def read_comparison(path: Path) -> dict[str, Any]:
@@ -80,19 +77,8 @@ def rows_of_comparison(comparison: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [row.to_json() for row in rows]
 
 
-def _checked_run(text: str) -> dict[str, Any]:
-    run: dict[str, Any] = json.loads(text)
-    _ = "".join(run["versions"].values()), [options.items() for options in run["options"]]
-    return run
-
-
 def _checked_comparison(text: str) -> dict[str, Any]:
     comparison: dict[str, Any] = json.loads(text)
-    for module in comparison["modules"]:
-        _ = module["module"] + "", module["share"]
-        _ = [float(module[key] or 0) for key in (*GEMMS, "share", "flops")]
-    _ = comparison["recipe"] + "", [*comparison.get("policy", {}).items()]
-    _ = 0.0 + comparison.get("limits", {"budget": 0.0})["budget"]
     rows_of_comparison(comparison)
     return comparison
 
@@ -113,26 +99,9 @@ def _parsed(path: Path, parse: Callable[[str], T], again: str = _AGAIN) -> T:
 
 
 def _rows(text: str) -> list[dict[str, Any]]:
-    rows = [Row(**row) for row in json.loads(text)]
-    for row in rows:
-        _check_types(row)
-        "".join(cells(row).values())  # raises for values that no row has
-    shown = [row.to_json() for row in rows]
-    headline(shown)
-    return shown
-
-
-def _check_types(row: Row) -> None:
-    """Raises TypeError for a value that is not of its default's type; what may be None is a number,
-    a text where a size is symbolic."""
-    for f in fields(Row):
-        value, default = getattr(row, f.name), getattr(_PLAIN, f.name)
-        allowed = (int, float, str, NoneType) if default is None else type(default)
-        if not isinstance(value, allowed):
-            raise TypeError(f"{f.name} is {shown(value)}")
-
-
-_PLAIN = Row("", [])  # type: ignore[arg-type]  # a shape, as JSON has it
+    rows = [Row(**row).to_json() for row in json.loads(text)]
+    headline(rows)
+    return rows
 
 
 def _notes(text: str) -> list[str]:
@@ -140,30 +109,10 @@ def _notes(text: str) -> list[str]:
 
 
 def _graph(folder: Path) -> dict[str, str]:
-    checks = {"passes.json": _check_passes, "nodes.json": _check_origins}
     files = {}
     for file in sorted(folder.iterdir()):
         if file.suffix in (".txt", ".py", ".json") and file.is_file():
             files[file.name] = _parsed(file, str)
-            if check := checks.get(file.name):
-                _parsed(file, check)
+            if file.suffix == ".json":
+                _parsed(file, json.loads)
     return files
-
-
-def _check_passes(text: str) -> None:
-    for record in json.loads(text):
-        one = PassRecord(**record)
-        _ = f"{one.matches:d} {one.seconds:f} {sum(one.ops.values()):d} {one.name + one.note}"
-        _ = "".join(one.details)
-
-
-def _check_origins(text: str) -> None:
-    origins = json.loads(text)
-    frames, stacks = (len([*origins[key]]) for key in ("frames", "stacks"))
-    for nodes in origins["stages"].values():
-        for stack, name in nodes.values():
-            if not (-1 <= stack < stacks and isinstance(name, str)):
-                raise ValueError(f"no stack {shown(stack)}")
-    for stack in origins["stacks"]:
-        if not all(0 <= frame < frames for frame in stack):
-            raise ValueError(f"no frame of {shown(stack)}")

@@ -20,7 +20,7 @@ def test_data(tmp_path):
     assert other["curves"]["relative_error"] == [None, 0.1235]
     assert one["curves"]["zero"] == 0.0 and one["curves"]["changed"] is None
     assert data["nonfinite"] == [{"rank": 0, **NONFINITE}]
-    assert of_records(data) == ["1 module, steps 0 to 2, on 2 ranks."]
+    assert of_records(data) == "1 module, steps 0 to 2, on 2 ranks."
 
 
 def test_a_resumed_run_and_a_line_that_was_cut_off(tmp_path):

@@ -18,7 +18,7 @@ from q2compile.runtime_kernels.kernel_states import NotServedError
 from q2compile.runtime_kernels.registry import CUBLASLT_FP4, CUDA_BF16, REFERENCE, TRITON_FP4
 from q2compile.tools import cli
 from q2compile.tools.arguments import BENCH_UNITS
-from q2compile.tools.bench import alive, bench, child, command, host, machine, measurements
+from q2compile.tools.bench import bench, child, command, host, machine, measurements
 from q2compile.tools.bench.bench import ON_CPU, Bench
 from q2compile.tools.bench.cases import CASES, OTHERS, calls_of_quantizers, step_of
 from q2compile.tools.bench.llama_block import Block, LlamaBlock
@@ -302,29 +302,3 @@ def test_nothing_is_known_of_a_gpu_without_nvidia_smi(monkeypatch) -> None:
     monkeypatch.setenv("PATH", "")
     assert machine.asked(0, ["driver_version"]) == {}
     assert machine.state(CPU) == {}
-
-
-def test_what_is_alive_at_the_peak_of_a_trace(tmp_path) -> None:
-    """Memory counts for the line of generated code that allocated it, also through another
-    function. Memory from before is freed. A block whose free was only requested is alive."""
-    code = tmp_path / "torchinductor_me.py"
-    code.write_text("buf0 = empty_strided_cuda((4, ))\nq2_site_0(buf0)\n")
-    generated = [{"filename": str(code), "name": "call", "line": n} for n in (1, 2)]
-    inner = {"filename": "calls.py", "name": "empty", "line": 7}
-
-    def event(action, addr, size, *frames):
-        return {"action": action, "addr": addr, "size": size, "frames": frames}
-
-    trace = [
-        event("alloc", 1, 100, generated[0]),
-        event("free_requested", 1, 100),
-        event("alloc", 2, 50, inner, generated[1]),
-        event("alloc", 3, 25, inner, generated[1]),
-        event("free_completed", 1, 100),
-        event("free_completed", 9, 500),
-        event("alloc", 4, 60),
-    ]
-    assert alive.lines(trace) == {
-        "call:1 buf0 = empty_strided_cuda((4, ))": 100,
-        "call:2 q2_site_0(buf0)": 75,
-    }

@@ -14,8 +14,7 @@ import q2compile
 from q2compile.recipes.resolve import resolve
 from q2compile.tools import cli
 from q2compile.tools.compare.command import built
-from q2compile.tools.compare.comparison import Comparison
-from q2compile.tools.compare.measurements import ModuleError
+from q2compile.tools.compare.measurements import Comparison, ModuleError
 from tests.support.page_data import data_of
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -315,7 +314,7 @@ def test_one_policy_follows_from_a_comparison(tmp_path, monkeypatch, capsys):
     (written,) = [f["policy"] for f in data["findings"] if f["policy"]]
     # The order is the page's own: its rules for one layer may overlap, those of a comparison don't.
     assert json.loads(f"{{{written}}}")["policy"] == policy
-    assert data["headline"][0].startswith("All 5 matmuls with a weight run in NVFP4")
+    assert data["headline"].startswith("All 5 matmuls with a weight run in NVFP4")
     monkeypatch.delenv("Q2COMPILE_CONFIG")
     model, (x,), _ = built(where)
     policy = {pattern: rule for pattern, rule in policy.items() if pattern != "0.up"}

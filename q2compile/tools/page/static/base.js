@@ -1,19 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
-// Elements, numbers, colors of the theme, and the page's data: what every page of q2compile uses.
+// Elements, tables, numbers, colors of the theme, and the page's data.
 
-const SVG = "http://www.w3.org/2000/svg";
+const byId = (id) => document.getElementById(id);
 
-// An element. attributes: class, text, on<Event>, style (an object of properties), others as they
-// are; null and false are left out. Children: elements, or texts, which are never read as HTML.
-function h(name, attributes = {}, ...children) {
-  return fill(document.createElement(name), attributes, children);
+// An element: h("td.number", {title: "..."}, children). Attributes, which may be left out: on<Event>,
+// style (an object of properties), others as they are; null and false are left out. Children are
+// elements, or texts, which are never read as HTML.
+function h(selector, ...children) {
+  const [name, ...classes] = selector.split(".");
+  return fill(document.createElement(name), classes, children);
 }
 
-function svg(name, attributes = {}, ...children) {
-  return fill(document.createElementNS(SVG, name), attributes, children);
+function svg(selector, ...children) {
+  const [name, ...classes] = selector.split(".");
+  return fill(document.createElementNS("http://www.w3.org/2000/svg", name), classes, children);
 }
 
-function fill(element, attributes, children) {
+function fill(element, classes, children) {
+  const attributes = children[0]?.constructor === Object ? children.shift() : {};
+  element.classList.add(...classes.filter(Boolean));
   for (const [key, value] of Object.entries(attributes)) {
     if (value === null || value === undefined || value === false) continue;
     if (key.startsWith("on")) element.addEventListener(key.slice(2).toLowerCase(), value);
@@ -27,21 +32,49 @@ function fill(element, attributes, children) {
   return element;
 }
 
-const byId = (id) => document.getElementById(id);
+// columns: name -> class of its cells; rows: lists of what is in the cells.
+function table(kind, columns, rows) {
+  const [names, kinds] = [Object.keys(columns), Object.values(columns)];
+  const head = names.map((name, i) => h(kinds[i] === "number" ? "th.number" : "th", name));
+  const cell = (content, i) => h(`td.${kinds[i]}`, { "data-label": names[i] }, content);
+  const body = rows.map((row) => h("tr", row.map(cell)));
+  return h(`table.${kind}`, h("thead", h("tr", head)), h("tbody", body));
+}
+
+// A list of names and what they stand for.
+function definitions(kind, pairs) {
+  return h(
+    `dl.${kind}`,
+    pairs.map(([name, value]) => [h("dt", name), h("dd", value)]),
+  );
+}
+
+const sumOf = (values) => values.reduce((total, value) => total + value, 0);
+
+// Take a value out of a set, or put it in.
+const toggleIn = (set, value) => set.delete(value) || set.add(value);
+
+// The button beside equal layers, which lists them one by one.
+function copiesButton(count, pressed, onToggle) {
+  const onClick = (event) => {
+    event.preventDefault(); // it may be in a summary
+    event.stopPropagation();
+    onToggle();
+  };
+  const title = pressed ? "Show these layers as one" : "Show these equal layers one by one";
+  return h("button.copies", { "aria-pressed": String(pressed), title, onClick }, `×${count}`);
+}
 
 // 3.4 MiB
 function bytesText(n) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   let unit = 0;
-  while (n >= 1024 && unit < units.length - 1) {
-    n /= 1024;
-    unit += 1;
-  }
+  for (; n >= 1024 && unit < units.length - 1; unit += 1) n /= 1024;
   return `${unit === 0 || n >= 100 ? Math.round(n) : n.toFixed(1)} ${units[unit]}`;
 }
 
-function countText(n, one, many) {
-  return `${n.toLocaleString("en")} ${n === 1 ? one : many || `${one}s`}`;
+function countText(n, one) {
+  return `${n.toLocaleString("en")} ${one}${n === 1 ? "" : "s"}`;
 }
 
 // 55%, 4.8%
@@ -59,10 +92,6 @@ function timeWords(ratio) {
 function secondsText(seconds) {
   if (seconds >= 1) return `${seconds.toFixed(2)} s`;
   return seconds >= 1e-3 ? `${(1e3 * seconds).toFixed(1)} ms` : `${(1e6 * seconds).toFixed(0)} µs`;
-}
-
-function readData() {
-  return JSON.parse(byId("data").textContent);
 }
 
 // The text that Python's `packed` packed.
@@ -84,33 +113,21 @@ function remembered(key, value) {
 
 // The button "theme" switches between light and dark; without a choice the system's is followed.
 function startTheme() {
-  const system = matchMedia("(prefers-color-scheme: dark)");
-  const button = byId("theme");
-  const show = () => {
-    const dark =
-      (remembered("q2compile-theme") ||
-        document.documentElement.dataset.chosen ||
-        (system.matches ? "dark" : "light")) === "dark";
-    document.documentElement.dataset.theme = dark ? "dark" : "light";
-    button.setAttribute("aria-pressed", dark);
-  };
-  button.addEventListener("click", () => {
-    const next = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
-    document.documentElement.dataset.chosen = next;
-    remembered("q2compile-theme", next);
-    show();
+  const { style } = document.documentElement;
+  const system = () => (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
+  style.colorScheme = remembered("q2compile-theme") || "";
+  byId("theme").addEventListener("click", () => {
+    style.colorScheme = (style.colorScheme || system()) === "dark" ? "light" : "dark";
+    remembered("q2compile-theme", style.colorScheme);
   });
-  system.addEventListener("change", show);
-  show();
 }
 
 // "/" goes to the search, Escape leaves and empties it.
 function startSearchKeys(input) {
   document.addEventListener("keydown", (event) => {
-    const typing = /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName);
+    const typing = event.target.matches("input, select, textarea");
     if (event.key === "/" && !typing && !event.ctrlKey && !event.metaKey && !event.altKey) {
       event.preventDefault();
-      input.focus();
       input.select();
     } else if (event.key === "Escape" && event.target === input) {
       input.value = "";
@@ -122,47 +139,12 @@ function startSearchKeys(input) {
 
 // Marks the link of the section that is on screen.
 function startSectionMarks() {
-  const links = [...document.querySelectorAll(".bar nav a")];
-  const sections = links.map((link) => document.querySelector(link.getAttribute("href")));
-  const mark = () => {
-    const y = innerHeight / 3;
-    let here = 0;
-    sections.forEach((section, i) => {
-      if (section.getBoundingClientRect().top < y) here = i;
-    });
-    links.forEach((link, i) => {
-      link.classList.toggle("here", i === here);
-      if (i === here) link.setAttribute("aria-current", "true");
-      else link.removeAttribute("aria-current");
-    });
+  const mark = ({ target, isIntersecting }) => {
+    const link = document.querySelector(`.bar nav a[href="#${target.id}"]`);
+    link?.toggleAttribute("aria-current", isIntersecting);
   };
-  addEventListener("scroll", mark, { passive: true });
-  mark();
-}
-
-// A link to a section first has all before it rendered: a page that grows while it scrolls stops
-// elsewhere. ready() is fulfilled when it will grow no more.
-function startSectionLinks(ready) {
-  const go = async (hash) => {
-    await ready();
-    document.querySelector(hash).scrollIntoView();
-  };
-  for (const link of document.querySelectorAll(".bar nav a")) {
-    link.addEventListener("click", (event) => {
-      event.preventDefault();
-      history.pushState(null, "", link.getAttribute("href"));
-      go(link.getAttribute("href"));
-    });
-  }
-  if (/^#\w+$/.test(location.hash) && byId(location.hash.slice(1))) go(location.hash);
-}
-
-// The key of ``event`` moves the focus among ``items``: up, down, to the first, to the last.
-function moveFocus(event, items) {
-  const at = items.indexOf(document.activeElement);
-  const to = { ArrowDown: at + 1, ArrowUp: at - 1, Home: 0, End: items.length - 1 }[event.key];
-  if (to === undefined || !items[to]) return false;
-  event.preventDefault();
-  items[to].focus();
-  return true;
+  const watcher = new IntersectionObserver((entries) => entries.forEach(mark), {
+    rootMargin: "-33% 0px -66%",
+  });
+  document.querySelectorAll("section").forEach((section) => watcher.observe(section));
 }

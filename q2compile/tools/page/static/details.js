@@ -2,94 +2,55 @@
 // The details that a line of the table opens: the drawings of a matmul's GEMMs, and the facts about it.
 
 function details(data, row, links) {
+  const { measured, saved_bytes: saved, saved_elements: elements } = row;
+  const bits = `${((8 * saved) / elements).toFixed(2)} bits per element`;
+  const at = row.dtype ? ` in ${row.dtype} on ${row.device}` : "";
+  const moved = typeof row.bytes === "number" ? bytesText(row.bytes) : row.bytes;
+  const times = data.devices
+    .filter(({ column }) => row.taken && row.predicted[column])
+    .map(({ column, name }) => timesText(name, row.predicted[column]));
   const facts = [
-    row.why ? ["Why not", row.why] : null,
+    ["Why not", row.why],
+    ["Written as", [h("code", row.spelling), at]],
+    ["In the source", row.source.length && sourceText(row.source)],
+    ["Policy", row.pattern && h("code", row.pattern)],
     [
-      "Written as",
-      h(
-        "span",
-        {},
-        h("code", {}, row.spelling),
-        row.dtype ? ` in ${row.dtype} on ${row.device}` : "",
-      ),
+      "Saved for backward",
+      elements && `${bytesText(saved)}, ${bits}; BF16 takes ${bytesText(2 * elements)}`,
     ],
-    row.source.length ? ["In the source", sourceText(row.source)] : null,
-    row.pattern ? ["Policy", h("code", {}, row.pattern)] : null,
-    row.saved_elements ? ["Saved for backward", savedWords(row)] : null,
-    row.weight ? ["Codes of the weight", row.weight] : null,
-    row.taken && Object.keys(row.predicted).length
-      ? ["Predicted", predictionList(data, row)]
-      : null,
-    row.measured.device
-      ? ["Measured", h("ul", { class: "plain" }, timesText(row.measured.device, row.measured))]
-      : null,
-    row.flops
-      ? [
-          "Work",
-          `${quantity(row.flops)} FLOPs, ${typeof row.bytes === "number" ? bytesText(row.bytes) : row.bytes} moved`,
-        ]
-      : null,
-    ["Shown in", h("span", {}, whereLinks(data, row, links))],
-  ].filter(Boolean);
-  const drawings = row.taken ? gemmDrawings(row.recipe, (gemm) => kernelList(row, gemm)) : null;
+    ["Codes of the weight", row.weight],
+    ["Predicted", times.length && h("ul.plain", times)],
+    ["Measured", measured.device && h("ul.plain", timesText(measured.device, measured))],
+    ["Work", row.flops && `${quantity(row.flops)} FLOPs, ${moved} moved`],
+    ["Shown in", whereLinks(data, row, links)],
+  ].filter(([, value]) => value);
   return h(
-    "div",
-    { class: "details" },
-    drawings,
-    h(
-      "dl",
-      { class: "facts" },
-      facts.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]),
-    ),
+    "div.details",
+    row.taken ? gemmDrawings(row.recipe, (gemm) => kernelList(row, gemm)) : null,
+    definitions("facts", facts),
   );
 }
 
 // Which kernel serves each op of a GEMM, and how often it is called for this matmul alone.
 function kernelList(row, gemm) {
-  const kernels = row.kernels[gemm];
-  if (!kernels) return null;
-  const calls = (row.calls || {})[gemm] || {};
-  return h(
-    "ul",
-    { class: "kernels" },
-    kernels.split(", ").map((text) => {
-      const [op, kernel] = text.split(": ");
-      const times = calls[op] ? h("b", {}, `${calls[op]}× `) : null;
-      return h(
-        "li",
-        {},
-        times,
-        h("code", {}, op),
-        kernel ? h("span", { class: "muted" }, ` by ${kernel}`) : null,
-      );
-    }),
-  );
-}
-
-function savedWords(row) {
-  const bits = ((8 * row.saved_bytes) / row.saved_elements).toFixed(2);
-  return `${bytesText(row.saved_bytes)}, ${bits} bits per element; BF16 takes ${bytesText(2 * row.saved_elements)}`;
-}
-
-function predictionList(data, row) {
-  const devices = data.devices.filter(({ column }) => row.predicted[column]);
-  const each = devices.map(({ column, name }) => timesText(name, row.predicted[column]));
-  return h("ul", { class: "plain" }, each);
+  if (!row.kernels[gemm]) return null;
+  const item = (text) => {
+    const [op, kernel] = text.split(": ");
+    const times = row.calls?.[gemm]?.[op];
+    const by = kernel ? h("span.muted", ` by ${kernel}`) : null;
+    return h("li", times ? h("b", `${times}× `) : null, h("code", op), by);
+  };
+  return h("ul.kernels", row.kernels[gemm].split(", ").map(item));
 }
 
 function timesText(name, { microseconds, bf16_microseconds: bf16 }) {
   const times = `${microsecondsText(microseconds)}, BF16 ${microsecondsText(bf16)}`;
-  return h("li", {}, h("b", {}, name), ` ${timeWords(microseconds / bf16)}: ${times}`);
+  return h("li", h("b", name), ` ${timeWords(microseconds / bf16)}: ${times}`);
 }
 
 function sourceText([file, line, code]) {
-  return h(
-    "span",
-    {},
-    h("span", { class: "mono", title: file }, `${shortFile(file)}:${line}`),
-    h("br"),
-    h("code", { class: "muted" }, code),
-  );
+  const place = h("span.mono", { title: file }, `${shortFile(file)}:${line}`);
+  return h("span", place, h("br"), h("code.muted", code));
 }
 
 // The part of a path that says something: after site-packages, or its last three names.
@@ -106,19 +67,8 @@ function quantity(n) {
 }
 
 function whereLinks(data, row, links) {
-  const link = (href, text, go) =>
-    h(
-      "a",
-      {
-        href,
-        onClick: (event) => {
-          event.preventDefault();
-          go();
-        },
-      },
-      text,
-    );
-  const model = link("#where", "the model", () => links.module(row.path.join(".")));
-  if (!data.graphs.some(({ number }) => number === row.graph)) return [model];
-  return [model, ", ", link("#graphs", `graph ${row.graph}`, () => links.node(row))];
+  const link = (text, onClick) => h("button.link", { onClick }, text);
+  const model = link("the model", () => links.module(row.path.join(".")));
+  const compiled = data.graphs.some(({ number }) => number === row.graph);
+  return [model, compiled ? [", ", link(`graph ${row.graph}`, () => links.node(row))] : null];
 }

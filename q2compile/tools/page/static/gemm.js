@@ -20,19 +20,15 @@ const SOURCES = {
   reuse: "codes of fprop, transposed",
   forward: "in the forward",
 };
-const BOX = { height: 24, gap: 12, letter: 6.4, pad: 7 };
+const FORMULAS = { fprop: "y = x wᵀ", dgrad: "dx = dy w", wgrad: "dw = dyᵀ x" };
 
-// "rht128>nvfp4_ms_eden_pow2" -> the boxes of one operand: [{text, kind, title}].
-function operandSteps(text) {
-  return text.split(">").map((step) => {
-    if (SOURCES[step]) return { text: SOURCES[step], kind: "codes", title: step };
-    const turn = /^(r?h)t?(\d+)(_fixed)?$/.exec(step);
-    if (turn) {
-      const name = turn[1] === "rh" ? "RHT" : "Hadamard";
-      return { text: `${name} ${turn[2]}${turn[3] ? ", fixed" : ""}`, kind: "turn", title: step };
-    }
-    return { text: schemeText(step), kind: "scheme", title: step };
-  });
+// A step of "rht128>nvfp4_ms_eden_pow2" -> the box of it: {text, kind, title}.
+function stepBox(title) {
+  if (SOURCES[title]) return { text: SOURCES[title], kind: "codes", title };
+  const turn = /^(r?h)t?(\d+)(_fixed)?$/.exec(title);
+  if (!turn) return { text: schemeText(title), kind: "scheme", title };
+  const name = turn[1] === "rh" ? "RHT" : "Hadamard";
+  return { text: `${name} ${turn[2]}${turn[3] ? ", fixed" : ""}`, kind: "turn", title };
 }
 
 // "nvfp4_46_pow2" -> "NVFP4 4/6"
@@ -42,85 +38,38 @@ function schemeText(scheme) {
   return [format.toUpperCase(), ROUNDING[words] || words].filter(Boolean).join(" ");
 }
 
-// gemm: "fprop", "dgrad" or "wgrad"; text: its two operands, "a @ b", or "bf16".
+// text: a GEMM's two operands, "a @ b", or "bf16".
 function gemmDrawing(gemm, text, tint) {
   const [left, right, result] = GEMMS[gemm];
-  const plain = text === "bf16";
-  const paths = plain ? [[], []] : text.split(" @ ").map(operandSteps);
-  const lanes = [lane(left, paths[0], 18), lane(right, paths[1], 58)];
-  const end = Math.max(...lanes.map(({ end }) => end), plain ? 110 : 0);
-  const x = end + 28;
-  const words = plain
-    ? "BF16"
-    : paths
-        .map((path, i) => `${[left, right][i]}: ${path.map((step) => step.text).join(", then ")}`)
-        .join("; ");
-  const width = x + 52;
-  return svg(
-    "svg",
-    {
-      class: "gemm",
-      viewBox: `0 0 ${width} 76`,
-      width,
-      height: 76,
-      role: "img",
-      "aria-label": `${gemm}: ${result} from ${words}`,
-      style: { "--tint": plain ? "var(--plain)" : tint },
-    },
-    lanes.map(({ elements, y, end: from }) => [
-      ...elements,
-      arrow(`M${from} ${y} H${end + 8} L${x - 9} ${38 + Math.sign(y - 38) * 7}`),
-    ]),
-    svg("circle", { cx: x, cy: 38, r: 11, class: "product" }),
-    svg("text", { x, y: 42, class: "middle" }, "×"),
-    svg("text", { x, y: 64, class: "middle small" }, plain ? "BF16" : "FP4"),
-    arrow(`M${x + 11} 38 H${x + 24}`),
-    svg("text", { x: x + 28, y: 42, class: "operand" }, result),
+  const operands = text === "bf16" ? ["", ""] : text.split(" @ ");
+  const lanes = operands.map((steps, i) => ({
+    name: [left, right][i],
+    boxes: steps ? steps.split(">").map(stepBox) : [],
+  }));
+  const words = ({ name, boxes }) => `${name}: ${boxes.map((box) => box.text).join(", then ")}`;
+  const from = text === "bf16" ? "BF16" : lanes.map(words).join("; ");
+  const box = ({ text, kind, title }) => ["→", h(`span.box.${kind}`, { title }, text)];
+  const lane = ({ name, boxes }) => h("span.lane", h("code", name), boxes.map(box));
+  const label = `${gemm}: ${result} from ${from}`;
+  return h(
+    "div.gemm",
+    { role: "img", "aria-label": label, style: { "--tint": tint } },
+    h("span.lanes", lanes.map(lane)),
+    h("span.product", "×"),
+    text === "bf16" ? h("small.muted", "BF16") : null,
+    "→",
+    h("code", result),
   );
-}
-
-function lane(name, steps, y) {
-  const elements = [svg("text", { x: 2, y: y + 4, class: "operand" }, name)];
-  let x = 24;
-  for (const { text, kind, title } of steps) {
-    const width = text.length * BOX.letter + 2 * BOX.pad;
-    elements.push(arrow(`M${x} ${y} H${x + BOX.gap - 3}`));
-    x += BOX.gap;
-    elements.push(
-      svg(
-        "g",
-        { class: `box ${kind}` },
-        svg("title", {}, title),
-        svg("rect", { x, y: y - BOX.height / 2, width, height: BOX.height, rx: 4 }),
-        svg("text", { x: x + width / 2, y: y + 4, class: "middle" }, text),
-      ),
-    );
-    x += width;
-  }
-  return { elements, y, end: x };
-}
-
-function arrow(d) {
-  return svg("path", { d, class: "arrow" });
 }
 
 // The three GEMMs of a recipe, under each what `below(gemm)` returns.
 function gemmDrawings(recipe, below = () => null) {
-  return h(
-    "div",
-    { class: "gemms" },
-    Object.keys(GEMMS).map((gemm) =>
-      h(
-        "figure",
-        {},
-        h("figcaption", {}, h("b", {}, gemm), " ", h("span", { class: "muted" }, formula(gemm))),
-        gemmDrawing(gemm, recipe[gemm], recipe.tint),
-        below(gemm),
-      ),
-    ),
-  );
-}
-
-function formula(gemm) {
-  return { fprop: "y = x wᵀ", dgrad: "dx = dy w", wgrad: "dw = dyᵀ x" }[gemm];
+  const figure = (gemm) =>
+    h(
+      "figure",
+      h("figcaption", h("b", gemm), " ", h("span.muted", FORMULAS[gemm])),
+      gemmDrawing(gemm, recipe[gemm], recipe.tint),
+      below(gemm),
+    );
+  return h("div.gemms", Object.keys(GEMMS).map(figure));
 }

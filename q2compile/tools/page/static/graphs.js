@@ -32,23 +32,13 @@ class Graphs {
     Object.assign(this, { data, links, root: byId("graph-view") });
     if (!data.graphs.length) {
       const how = 'q2compile report DIR shows those of a dump, options={"dump": "DIR"}.';
-      this.root.append(h("p", { class: "about" }, `No graphs here: ${how}`));
+      this.root.append(h("p.about", `No graphs here: ${how}`));
       return;
     }
-    this.tabs = h("div", { class: "tabs", role: "group", "aria-label": "Stage" });
-    this.body = h("div", { class: "panel graph-body" });
-    this.root.append(h("div", { class: "graph-bar" }, this.graphSelect(), this.tabs), this.body);
+    this.tabs = h("div.tabs", { role: "group", "aria-label": "Stage" });
+    this.body = h("div.panel.graph-body");
+    this.root.append(h("div.graph-bar", this.graphSelect(), this.tabs), this.body);
     this.setGraph(data.graphs[0]);
-    // The first stage is rendered when it comes near the screen.
-    const near = (entries) => entries.some((entry) => entry.isIntersecting) && this.rendered();
-    this.watcher = new IntersectionObserver(near, { rootMargin: "400px" });
-    this.watcher.observe(this.body);
-  }
-
-  // Fulfilled when the graph's first stage is on the page.
-  rendered() {
-    if (this.graph) this.first ||= this.show(this.stages()[0]);
-    return this.first;
   }
 
   graphSelect() {
@@ -59,32 +49,24 @@ class Graphs {
       const from = own.length ? `, from ${own[0].path.join(".")}` : "";
       return `${number}: ${countText(own.length, "matmul")}${from}`;
     };
-    const pick = ({ target }) => {
-      this.setGraph(graphs[target.value]);
-      this.rendered();
-    };
+    const onChange = ({ target }) => this.setGraph(graphs[target.value]);
     const options = graphs.map((graph, i) => h("option", { value: i }, name(graph)));
-    return h("label", {}, "Graph ", h("select", { onChange: pick }, options));
+    return h("label", "Graph ", h("select", { onChange }, options));
   }
 
+  // Returns as `show` does, of the first stage.
   setGraph(graph) {
-    Object.assign(this, { graph, first: null });
+    this.graph = graph;
     const select = this.root.querySelector("select");
     if (select) select.value = this.data.graphs.indexOf(graph);
-    const button = (stage) =>
-      h("button", { type: "button", onClick: () => this.show(stage) }, stage.label);
-    this.tabs.replaceChildren(...this.stages().map(button));
-  }
-
-  // Pairs of stages that this graph has, and its other files.
-  stages() {
-    const pairs = STAGES.filter(({ files }) => files.some((file) => file in this.graph.texts));
+    const pairs = STAGES.filter(({ files }) => files.some((file) => file in graph.texts));
     const known = [...pairs.flatMap(({ files }) => files), "nodes.json"];
-    const others = Object.keys(this.graph.texts).filter((name) => !known.includes(name));
-    return [
-      ...pairs,
-      ...others.map((name) => ({ label: CODE_LABELS[name] || name, files: [name] })),
-    ];
+    const others = Object.keys(graph.texts).filter((name) => !known.includes(name));
+    const code = others.map((name) => ({ label: CODE_LABELS[name] || name, files: [name] }));
+    this.stages = [...pairs, ...code];
+    const button = (stage) => h("button", { onClick: () => this.show(stage) }, stage.label);
+    this.tabs.replaceChildren(...this.stages.map(button));
+    return this.show(this.stages[0]);
   }
 
   text(file) {
@@ -94,7 +76,6 @@ class Graphs {
 
   // Renders a stage; what is returned is fulfilled when it is done, with whether it is on the page.
   async show(stage) {
-    this.watcher.disconnect();
     this.stage = stage;
     for (const button of this.tabs.children)
       button.setAttribute("aria-pressed", String(button.textContent === stage.label));
@@ -102,7 +83,7 @@ class Graphs {
     const [first, second, origins] = await Promise.all(files.map((file) => this.text(file)));
     if (this.stage !== stage) return false; // another was asked for meanwhile
     if (stage.sides) this.showPair(first || second, second || first, origins);
-    else this.body.replaceChildren(h("pre", { class: "code" }, first));
+    else this.body.replaceChildren(h("pre.code", first));
     this.body.dataset.stage = stage.label;
     return true;
   }
@@ -111,15 +92,12 @@ class Graphs {
     this.rows = diffGraphs(parseGraph(before), parseGraph(after));
     this.origins = origins ? JSON.parse(origins) : { frames: [], stacks: [], stages: {} };
     const passes = this.graph.passes.filter(({ graph }) => this.stage.passes.includes(graph));
+    const sides = this.stage.sides.map((of) => h("span", of));
     this.body.replaceChildren(
-      h("p", { class: "counts" }, countsOf(this.rows)),
+      h("p.counts", countsOf(this.rows)),
       passes.length ? passTable(passes) : "",
-      h(
-        "div",
-        { class: "sides", "aria-hidden": "true" },
-        this.stage.sides.map((of) => h("span", {}, of)),
-      ),
-      h("div", { class: "diff" }, this.parts()),
+      h("div.sides", { "aria-hidden": "true" }, sides),
+      h("div.diff", this.parts()),
     );
   }
 
@@ -128,69 +106,56 @@ class Graphs {
     const parts = [];
     for (let from = 0, end; from < this.rows.length; from = end) {
       const same = this.rows[from].kind === "same";
-      end = from + 1;
-      while (end < this.rows.length && (this.rows[end].kind === "same") === same) end += 1;
-      const elements = this.rows
-        .slice(from, end)
-        .flatMap((row, i) => this.rowElements(row, from + i));
-      if (!same || end - from < SHORTEST_FOLD) parts.push(elements);
-      else {
-        const words = countText(end - from, "unchanged node");
-        parts.push(h("details", { class: "fold" }, h("summary", {}, words), elements));
-      }
+      end = this.rows.findIndex(({ kind }, i) => i > from && (kind === "same") !== same);
+      if (end < 0) end = this.rows.length;
+      const own = this.rows.slice(from, end);
+      const elements = own.flatMap((row, i) => this.rowElements(row, from + i));
+      const summary = h("summary", countText(own.length, "unchanged node"));
+      const folds = same && own.length >= SHORTEST_FOLD;
+      parts.push(folds ? h("details.fold", summary, elements) : elements);
     }
     return parts;
   }
 
   rowElements(row, place) {
-    const { module } = row.right || row.left;
-    const last = place && (this.rows[place - 1].right || this.rows[place - 1].left).module;
-    const open = { class: "link", type: "button", onClick: () => this.links.module(module) };
-    row.element = h(
-      "div",
-      { class: `pair ${row.kind}` },
-      ["left", "right"].map((side) =>
-        h("div", { class: `cell ${side}` }, row[side] && this.nodeElements(row, side)),
-      ),
-    );
-    const heading = module ? h("button", open, module) : "no module";
-    const here = module === (last || "") ? null : h("div", { class: "in-module" }, heading);
-    return [here, row.element];
+    const moduleOf = ({ left, right }) => (right || left).module;
+    const module = moduleOf(row);
+    const last = place ? moduleOf(this.rows[place - 1]) : "";
+    const cell = (side) => h(`div.cell.${side}`, row[side] && this.nodeElements(row, side));
+    row.element = h(`div.pair.${row.kind}`, ["left", "right"].map(cell));
+    if (module === last) return [row.element];
+    const onClick = () => this.links.module(module);
+    const heading = module ? h("button.link", { onClick }, module) : "no module";
+    return [h("div.in-module", heading), row.element];
   }
 
   // A node's name, which shows the source that it came from, and its call.
   nodeElements(row, side) {
     const { name, text } = row[side];
-    const toggle = () => {
+    const onClick = () => {
       const open = row.element.nextElementSibling;
       if (open?.matches(".info")) open.remove();
-      else row.element.after(h("div", { class: "info" }, this.sourceOf(row, side)));
+      else row.element.after(h("div.info", this.sourceOf(row, side)));
     };
     let rest = text.slice(name.length);
     for (const { name: recipe, fprop, dgrad, wgrad } of this.data.recipes)
       rest = rest.replace(`'${fprop}', '${dgrad}', '${wgrad}'`, `‹${recipe}›`); // written once here
-    return [
-      h("button", { class: "node", type: "button", onClick: toggle }, shortNames(name)),
-      shortNames(rest),
-    ];
+    return [h("button.node", { onClick }, shortNames(name)), shortNames(rest)];
   }
 
   sourceOf(row, side) {
     const file = this.stage.files[side === "left" ? 0 : 1].replace(/\.txt$/, "");
     const [stack] = this.origins.stages[file]?.[row[side].name] || [];
     const frames = (this.origins.stacks[stack] || []).map((place) => this.origins.frames[place]);
-    const line = ([path, number, , code]) => h("li", {}, sourceText([path, number, code]));
-    return frames.length
-      ? h("ol", { class: "plain" }, frames.map(line))
-      : "No line of source is known.";
+    const line = ([path, number, , code]) => h("li", sourceText([path, number, code]));
+    return frames.length ? h("ol.plain", frames.map(line)) : "No line of source is known.";
   }
 
   // Shows the matmul's node in the rewritten graph.
   async revealRow(row) {
     const graph = this.data.graphs.find(({ number }) => number === row.graph);
     if (!graph) return;
-    if (this.graph !== graph) this.setGraph(graph);
-    if (!(await this.show(this.stages()[0]))) return;
+    if (!(await (this.graph === graph ? this.show(this.stages[0]) : this.setGraph(graph)))) return;
     const name = row.has_parameter ? null : row.module.slice(1, -1);
     const matches = (node) =>
       name ? node.name === name : node.module === row.module && /linear|matmul|mm/.test(node.text);
@@ -219,11 +184,10 @@ function countsOf(rows) {
     removed: of("removed"),
     added: of("added"),
   };
+  const marks = Object.entries(counts).filter(([, n]) => n);
   return [
-    h("span", {}, `${countText(before, "node")} before, ${after.toLocaleString("en")} after`),
-    Object.entries(counts).map(([kind, n]) =>
-      n ? h("span", { class: `mark ${kind}` }, `${n} ${kind}`) : null,
-    ),
+    h("span", `${countText(before, "node")} before, ${after.toLocaleString("en")} after`),
+    marks.map(([kind, n]) => h(`span.mark.${kind}`, `${n} ${kind}`)),
   ];
 }
 
@@ -236,24 +200,16 @@ function shortNames(text) {
 }
 
 function passTable(passes) {
-  const head = ["Pass", "Matches", "Time", "Change"].map((name, i) =>
-    h("th", { class: i === 1 || i === 2 ? "number" : null }, name),
-  );
-  const row = ({ name, graph, matches, seconds, note, details, ops }) =>
-    h(
-      "tr",
-      { class: matches ? null : "idle" },
-      h("td", { class: "mono" }, graph === "joint" ? `${name} (joint graph)` : name),
-      h("td", { class: "number" }, matches),
-      h("td", { class: "number" }, secondsText(seconds)),
-      h(
-        "td",
-        { class: "mono" },
-        [note, ...(details ?? [])].filter(Boolean).join("; ") || opsText(ops),
-      ),
-    );
-  const parts = [h("thead", {}, h("tr", {}, head)), h("tbody", {}, passes.map(row))];
-  return h("div", { class: "scroll-x tables" }, h("table", { class: "passes" }, parts));
+  const columns = { Pass: "mono", Matches: "number", Time: "number", Change: "mono" };
+  const rows = passes.map(({ name, graph, matches, seconds, note, details, ops }) => [
+    graph === "joint" ? `${name} (joint graph)` : name,
+    matches,
+    secondsText(seconds),
+    [note, ...(details ?? [])].filter(Boolean).join("; ") || opsText(ops),
+  ]);
+  const made = table("passes", columns, rows);
+  passes.forEach(({ matches }, i) => made.tBodies[0].rows[i].classList.toggle("idle", !matches));
+  return h("div.scroll-x.tables", made);
 }
 
 function opsText(ops) {

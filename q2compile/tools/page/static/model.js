@@ -14,35 +14,36 @@ const KNOWN_RECIPES = [
   "quartet2_fp8",
 ];
 const SERIES = 9;
+const STATES = ["taken", "left", "not seen", "no weight"];
 // Rows of a layer: of the graph that it is counted by, and of others.
 const PARTS = ["the model", "other shapes", "inference"];
 
 // data: see q2compile/tools/page/document.py. Adds to it: each row's place, recipe, kernels, and
-// `path`, where it stands in the tree; tree, the root of it; and `texts`, unpacked on demand.
+// `path`, where it stands in the tree; tree, the root of it; and `text`, which unpacks one.
 function loadModel(data) {
-  const tints = recipeTints(data.recipes);
-  data.recipes.forEach((recipe, i) => {
-    recipe.place = i;
-    recipe.tint = tints[i];
+  let others = KNOWN_RECIPES.length;
+  data.recipes.forEach((recipe, place) => {
+    const known = KNOWN_RECIPES.indexOf(recipe.name);
+    const series = known < 0 ? others++ : known;
+    Object.assign(recipe, { place, tint: `var(--series-${series % SERIES})` });
   });
-  data.rows.forEach((row, i) => {
-    row.place = i;
-    row.recipe = row.recipe === null ? null : data.recipes[row.recipe];
-    Object.assign(
-      row,
-      row.kernels === null ? { kernels: {}, calls: {} } : data.kernels[row.kernels],
-    );
-    row.state = stateOf(row);
-    row.shapeText = row.shape.join("×");
-    row.reason = row.why.split(/; |: no compiled graph/)[0];
-    row.path = pathOf(row);
-    row.part = row.counts ? PARTS[0] : row.training ? PARTS[1] : PARTS[2];
-    row.ratios = Object.fromEntries(
-      Object.entries(row.predicted).map(([device, times]) => [
-        device,
-        times.microseconds / times.bf16_microseconds,
-      ]),
-    );
+  data.rows.forEach((row, place) => {
+    const run = row.kernels === null ? { kernels: {}, calls: {} } : data.kernels[row.kernels];
+    const recipe = row.recipe === null ? null : data.recipes[row.recipe];
+    const ratios = Object.entries(row.predicted).map(([device, times]) => [
+      device,
+      times.microseconds / times.bf16_microseconds,
+    ]);
+    Object.assign(row, run, {
+      place,
+      recipe,
+      state: stateOf(row),
+      shapeText: row.shape.join("×"),
+      reason: row.why.split(/; |: no compiled graph/)[0],
+      path: pathOf(row),
+      part: PARTS[row.counts ? 0 : row.training ? 1 : 2],
+      ratios: Object.fromEntries(ratios),
+    });
   });
   data.tree = foldRows(data.rows);
   const unpacked = new Map();
@@ -51,16 +52,6 @@ function loadModel(data) {
     return unpacked.get(place);
   };
   return data;
-}
-
-function recipeTints(recipes) {
-  let next = KNOWN_RECIPES.length;
-  const of = new Map(KNOWN_RECIPES.map((name, i) => [name, i]));
-  return recipes.map(({ name, fprop, dgrad, wgrad }) => {
-    const key = of.has(name) ? name : [name, fprop, dgrad, wgrad].join();
-    if (!of.has(key)) of.set(key, next++);
-    return `var(--series-${of.get(key) % SERIES})`;
-  });
 }
 
 function stateOf(row) {
@@ -78,26 +69,13 @@ function pathOf(row) {
 
 // Rows with equal keys are shown as one.
 function rowKey(row) {
-  return [
-    row.part,
-    row.shapeText,
-    row.state,
-    row.recipe && row.recipe.place,
-    row.why,
-    row.spelling,
-    row.dtype,
-    row.path[row.path.length - 1].replace(/^\d+$/, "#"),
-  ].join("|");
+  const name = row.path.at(-1).replace(/^\d+$/, "#");
+  const { part, shapeText, state, recipe, why, spelling, dtype } = row;
+  return [part, shapeText, state, recipe?.place, why, spelling, dtype, name].join("|");
 }
 
 // The tree of the rows' modules; names each row's group.
 function foldRows(rows) {
-  const tree = buildTree(rows);
-  for (const item of childItems([tree], "")) nameGroups(item);
-  return tree;
-}
-
-function buildTree(rows) {
   const root = { name: "", children: new Map(), rows: [] };
   for (const row of rows) {
     let node = root;
@@ -108,6 +86,7 @@ function buildTree(rows) {
     }
     node.rows.push(row);
   }
+  childItems([root], "").forEach(nameGroups);
   return root;
 }
 
@@ -124,62 +103,45 @@ function signature(node) {
   return node.signature;
 }
 
-// The lines under nodes that are shown as one. A line: label, path (with "0–31" for a run of
-// equal layers), nodes, copies (how many a run has), rows.
+// The lines under nodes that are shown as one.
 function childItems(nodes, prefix) {
   const runs = [];
   for (const child of nodes[0].children.values()) {
-    const run = runs[runs.length - 1];
-    const last = run && run[run.length - 1];
-    if (last && follows(last, child)) run.push(child);
+    const last = runs.at(-1)?.at(-1);
+    if (last && follows(last, child)) runs.at(-1).push(child);
     else runs.push([child]);
   }
   return runs.map((run) => {
-    const names = run.map((child) => child.name);
+    const names = run.map(({ name }) => name);
     const parallel = nodes.flatMap((node) => names.map((name) => node.children.get(name)));
-    const label = names.length > 1 ? `${names[0]}–${names[names.length - 1]}` : names[0];
-    return joined({ label, path: prefix + label, nodes: parallel, copies: names.length, names });
+    return joined(itemOf(names, parallel, prefix));
   });
 }
 
+// A line: its label, and its path with "0–31" for a run of equal layers, of which there are copies.
+function itemOf(names, nodes, prefix) {
+  const copies = names.length;
+  const label = copies > 1 ? `${names[0]}–${names.at(-1)}` : names[0];
+  const rows = nodes.flatMap(rowsUnder);
+  return { label, path: prefix + label, names, copies, nodes, prefix, rows };
+}
+
 function follows(one, other) {
-  return (
-    /^\d+$/.test(one.name) &&
-    Number(other.name) === Number(one.name) + 1 &&
-    signature(one) === signature(other)
-  );
+  const next = /^\d+$/.test(one.name) && Number(other.name) === Number(one.name) + 1;
+  return next && signature(one) === signature(other);
 }
 
 // An only child is shown in its parent's line: model.layers.0–31.
 function joined(item) {
-  const first = item.nodes[0];
-  if (item.copies === 1 && !first.rows.length && first.children.size) {
-    const inner = childItems(item.nodes, `${item.path}.`);
-    if (inner.length === 1) return { ...inner[0], label: `${item.label}.${inner[0].label}` };
-  }
-  return { ...item, rows: item.nodes.flatMap(rowsUnder) };
+  if (item.copies > 1 || item.nodes[0].rows.length) return item;
+  const inner = childItems(item.nodes, `${item.path}.`);
+  return inner.length === 1 ? { ...inner[0], label: `${item.label}.${inner[0].label}` } : item;
 }
 
 // The layers of a run, each on a line of its own.
-function apart(item) {
-  const prefix = item.path.slice(0, item.path.length - lastPart(item).length);
-  return item.names.map((name, i) => {
-    const nodes = item.nodes.filter((_, at) => at % item.copies === i);
-    return {
-      label: name,
-      path: prefix + name,
-      nodes,
-      copies: 1,
-      names: [name],
-      rows: nodes.flatMap(rowsUnder),
-    };
-  });
-}
-
-function lastPart(item) {
-  return item.names.length > 1
-    ? `${item.names[0]}–${item.names[item.names.length - 1]}`
-    : item.names[0];
+function apart({ names, copies, nodes, prefix }) {
+  const own = (i) => nodes.filter((_, at) => at % copies === i);
+  return names.map((name, i) => itemOf([name], own(i), prefix));
 }
 
 function rowsUnder(node) {
@@ -187,42 +149,29 @@ function rowsUnder(node) {
 }
 
 // Each row's group: the rows that are one line of the table.
-function nameGroups(item) {
-  item.nodes.forEach((node) =>
-    node.rows.forEach((row) => {
-      row.groupPath = item.path;
-      row.group = `${item.path}|${rowKey(row)}`;
-    }),
-  );
-  childItems(item.nodes, `${item.path}.`).forEach(nameGroups);
+function nameGroups({ path, nodes }) {
+  for (const row of nodes.flatMap(({ rows }) => rows))
+    Object.assign(row, { groupPath: path, group: `${path}|${rowKey(row)}` });
+  childItems(nodes, `${path}.`).forEach(nameGroups);
 }
 
-// Sums over the layers of rows: how many of each recipe, bytes saved for the backward. A layer that
-// was compiled several times counts once.
-function totals(rows) {
-  const sum = { weights: 0, taken: 0, saved: 0, elements: 0, of: new Map() };
-  const layers = new Set();
-  for (const row of rows) {
-    if (!row.has_parameter || !row.counts) continue;
-    if (row.saved_elements) {
-      sum.saved += row.saved_bytes;
-      sum.elements += row.saved_elements;
-    }
-    if (layers.has(row.layer)) continue;
-    layers.add(row.layer);
-    sum.weights += 1;
-    sum.taken += row.taken;
-    const key = row.recipe || row.state;
-    sum.of.set(key, (sum.of.get(key) || 0) + 1);
-  }
-  return sum;
-}
-
-// The first row of each layer.
+// The first row of each layer: one that was compiled several times counts once.
 function layersOf(rows) {
-  const layers = new Map();
-  for (const row of rows) if (row.counts && !layers.has(row.layer)) layers.set(row.layer, row);
-  return [...layers.values()];
+  const counted = rows.filter((row) => row.counts);
+  return [...Map.groupBy(counted, (row) => row.layer).values()].map(([first]) => first);
+}
+
+// Sums over the layers of rows: those of each recipe, bytes saved for the backward.
+function totals(rows) {
+  const layers = layersOf(rows).filter((row) => row.has_parameter);
+  const saving = rows.filter((row) => row.has_parameter && row.counts && row.saved_elements);
+  return {
+    weights: layers.length,
+    taken: layers.filter((row) => row.taken).length,
+    saved: sumOf(saving.map((row) => row.saved_bytes)),
+    elements: sumOf(saving.map((row) => row.saved_elements)),
+    of: Map.groupBy(layers, (row) => row.recipe || row.state),
+  };
 }
 
 // A module's path in the model, of a graph's comment: "L['self'].model.layers.0" -> model.layers.0,
@@ -234,28 +183,16 @@ function modulePath(comment) {
     .replace(/^\./, "");
 }
 
-function chip(row) {
-  if (row.recipe) return recipeChip(row.recipe);
-  return h(
-    "span",
-    { class: "chip hollow" },
-    { left: "BF16", "not seen": "not seen", "no weight": "no weight" }[row.state],
-  );
-}
-
-function recipeChip(recipe) {
-  return h("span", { class: "chip", style: { "--tint": recipe.tint } }, recipe.name);
+function chip({ recipe, state }) {
+  if (!recipe) return h("span.chip.hollow", state === "left" ? "BF16" : state);
+  return h("span.chip", { style: { "--tint": recipe.tint } }, recipe.name);
 }
 
 // A bar of shares, one piece for each recipe, what is left last.
-function recipeMeter(sum) {
-  const pieces = [...sum.of].sort(([a], [b]) => (typeof a === "string") - (typeof b === "string"));
-  const words = pieces.map(([key, n]) => `${n} ${key.name || key}`).join(", ");
-  return h(
-    "span",
-    { class: "meter", role: "img", "aria-label": words, title: words },
-    pieces.map(([key, n]) =>
-      h("i", { style: { "flex-grow": n, "--tint": key.tint || "var(--plain)" } }),
-    ),
-  );
+function recipeMeter({ of }) {
+  const pieces = [...of].sort(([a], [b]) => (typeof a === "string") - (typeof b === "string"));
+  const words = pieces.map(([key, rows]) => `${rows.length} ${key.name || key}`).join(", ");
+  const piece = ([key, rows]) =>
+    h("i", { style: { "flex-grow": rows.length, "--tint": key.tint || "var(--plain)" } });
+  return h("span.meter", { role: "img", "aria-label": words, title: words }, pieces.map(piece));
 }

@@ -17,27 +17,31 @@ const ABOUT = {
   scale_largest: "Share of the block scales at the largest that the scheme aims for.",
   changed: "For weights: share of the codes that changed since the last record.",
 };
+const MEANING =
+  "Relative error divided by that of the same scheme on Gaussian data, in the last record that has one. At 1 it is the error of the scheme itself; outliers increase it. A click opens the curves.";
 
 class Operands {
   constructor(data) {
     this.telemetry = data.telemetry;
+    for (const operand of this.telemetry.operands) {
+      const { last, gaussian } = operand;
+      operand.name = `${operand.gemm}.${operand.operand}`;
+      operand.words = `${operand.operand} of ${operand.gemm}`;
+      operand.ratio = last === null || !gaussian ? -1 : last.relative_error / gaussian;
+    }
     this.modules = heatModules(data);
     this.match = null;
     this.apart = new Set();
     this.chosen = null; // {module, name} whose curves are shown
     this.rank = data.telemetry.ranks[0];
-    this.table = h("table", { class: "heat" });
-    this.worst = h("div", {});
-    this.detail = h("div", { class: "panel curves", "aria-live": "polite", hidden: true });
+    this.heat = h("div.panel.scroll-x");
+    this.worst = h("div");
+    this.detail = h("div.panel.curves", { "aria-live": "polite", hidden: true });
     byId("operands-view").append(
-      ...data.telemetry.nonfinite.map((bad) => h("p", { class: "notice bad" }, nonfiniteText(bad))),
-      h(
-        "p",
-        { class: "about" },
-        "Relative error divided by that of the same scheme on Gaussian data, in the last record that has one. At 1 it is the error of the scheme itself; outliers increase it. A click opens the curves.",
-      ),
+      ...data.telemetry.nonfinite.map((bad) => h("p.notice.bad", nonfiniteText(bad))),
+      h("p.about", MEANING),
       this.rankSelect(data.telemetry.ranks),
-      h("div", { class: "panel scroll-x" }, this.table),
+      this.heat,
       this.detail,
       this.worst,
     );
@@ -52,7 +56,7 @@ class Operands {
     };
     const options = ranks.map((rank) => h("option", { value: rank }, String(rank)));
     const select = h("select", { id: "rank", onChange }, options);
-    return h("div", { class: "filter-row" }, h("label", {}, h("span", {}, "Rank"), select));
+    return h("div.filter-row", h("label", h("span", "Rank"), select));
   }
 
   // Shows only modules with a row for which match(row) holds; null shows all.
@@ -63,23 +67,25 @@ class Operands {
 
   update() {
     const here = this.telemetry.operands.filter(({ rank }) => rank === this.rank);
-    this.byModule = new Map();
-    for (const operand of here) {
-      if (!this.byModule.has(operand.module)) this.byModule.set(operand.module, new Map());
-      this.byModule.get(operand.module).set(`${operand.gemm}.${operand.operand}`, operand);
-    }
-    this.names = OPERANDS.filter((name) => here.some((o) => `${o.gemm}.${o.operand}` === name));
-    const groups = new Map();
-    for (const row of this.modules) {
-      if (!this.byModule.has(row.module) || (this.match && !this.match(row))) continue;
-      groups.set(row.groupPath, [...(groups.get(row.groupPath) || []), row.module]);
-    }
-    const lines = [...groups].flatMap(([path, modules]) => this.lines(path, modules));
-    const head = ["Module", ...this.names.map(operandWords)].map((name) => h("th", {}, name));
-    this.table.replaceChildren(
-      h("thead", {}, h("tr", {}, head)),
-      h("tbody", {}, lines),
-      lines.length ? "" : h("caption", {}, "No module is recorded, or none matches the search."),
+    this.byModule = Map.groupBy(here, ({ module }) => module);
+    this.names = OPERANDS.filter((name) => here.some((operand) => operand.name === name));
+    const rows = this.modules.filter(
+      (row) => this.byModule.has(row.module) && (!this.match || this.match(row)),
+    );
+    const lines = [...Map.groupBy(rows, (row) => row.groupPath)].flatMap(([path, group]) => {
+      const modules = group.map(({ module }) => module);
+      return this.lines(path, modules);
+    });
+    const words = this.names.map((name) => here.find((one) => one.name === name).words);
+    const head = ["Module", ...words].map((name) => h("th", name));
+    const none = "No module is recorded, or none matches the search.";
+    this.heat.replaceChildren(
+      h(
+        "table.heat",
+        lines.length ? null : h("caption", none),
+        h("thead", h("tr", head)),
+        h("tbody", lines),
+      ),
     );
     this.worst.replaceChildren(...this.worstElements(here));
     this.showCurves();
@@ -88,105 +94,61 @@ class Operands {
   lines(path, modules) {
     if (modules.length === 1) return [this.line(modules[0], modules)];
     const open = this.apart.has(path);
-    const toggle = () => {
-      if (open) this.apart.delete(path);
-      else this.apart.add(path);
+    const copies = copiesButton(modules.length, open, () => {
+      toggleIn(this.apart, path);
       this.update();
-    };
-    const copies = h(
-      "button",
-      { class: "copies", type: "button", "aria-pressed": String(open), onClick: toggle },
-      `×${modules.length}`,
-    );
-    const each = open ? modules.map((module) => this.line(module, [module], null, " one")) : [];
+    });
+    const each = open ? modules.map((module) => this.line(module, [module], null, ".one")) : [];
     return [this.line(path, modules, copies), ...each];
   }
 
   line(label, modules, copies = null, kind = "") {
-    const name = h("th", { scope: "row", class: "mono" }, label, copies);
-    const cells = this.names.map((operand) => this.cell(modules, operand));
-    return h("tr", { class: `line${kind}` }, name, cells);
+    const operands = modules.flatMap((module) => this.byModule.get(module));
+    const cells = this.names.map((name) => {
+      const [worst] = inOrder(operands.filter((operand) => operand.name === name));
+      return h("td", worst ? this.cell(worst) : null);
+    });
+    return h(`tr.line${kind}`, h("th.mono", { scope: "row" }, label, copies), cells);
   }
 
-  // The worst of the modules' operands of this name.
-  cell(modules, name) {
-    const found = modules
-      .map((module) => this.byModule.get(module).get(name))
-      .filter((operand) => operand);
-    if (!found.length) return h("td", {});
-    const operand = found.reduce((one, other) => (ratioOf(other) > ratioOf(one) ? other : one));
-    const ratio = ratioOf(operand);
-    const old = operand.last !== null && operand.last.step < this.telemetry.last;
-    const { module } = operand;
+  cell(operand) {
+    const { module, name, words, last, ratio, gaussian } = operand;
+    const old = last !== null && last.step < this.telemetry.last;
+    const stays = old ? ", the last finite record" : "";
+    const title = last
+      ? `${written(last.relative_error)}, Gaussian data ${written(gaussian)}, step ${last.step}${stays}`
+      : "no error is known";
+    const shown = ratio < 0 ? "–" : ratio.toFixed(2);
     return h(
-      "td",
-      {},
-      h(
-        "button",
-        {
-          type: "button",
-          class: `heat-cell${old ? " old" : ""}`,
-          style: ratio < 0 ? {} : { "--heat": `${heat(ratio)}%` },
-          "data-label": operandWords(name),
-          title: operandTitle(operand, old),
-          "aria-label": `${operandWords(name)} of ${module}: ${ratio < 0 ? "not known" : ratio.toFixed(2)}`,
-          onClick: () => this.open(module, name),
-        },
-        ratio < 0 ? "–" : ratio.toFixed(2),
-      ),
+      `button.heat-cell${old ? ".old" : ""}`,
+      {
+        style: ratio < 0 ? {} : { "--heat": `${heat(ratio)}%` },
+        "data-label": words,
+        title: `${words} of ${module}: ${title}`,
+        "aria-label": `${words} of ${module}: ${ratio < 0 ? "not known" : shown}`,
+        onClick: () => this.open(module, name),
+      },
+      shown,
     );
   }
 
   worstElements(here) {
-    const known = here.filter((operand) => ratioOf(operand) >= 0);
-    const worst = known.sort((one, other) => ratioOf(other) - ratioOf(one)).slice(0, WORST);
+    const worst = inOrder(here.filter(({ ratio }) => ratio >= 0)).slice(0, WORST);
     if (!worst.length) return [];
-    const head = ["Over Gaussian's", "Error", "Gaussian data", "Step"];
-    const line = (operand) => {
-      const name = `${operand.gemm}.${operand.operand}`;
-      const onClick = () => this.open(operand.module, name);
-      return h(
-        "tr",
-        {},
-        h(
-          "td",
-          {},
-          h(
-            "button",
-            { class: "link", type: "button", onClick },
-            `${operandWords(name)} of ${operand.module}`,
-          ),
-        ),
-        [
-          ratioOf(operand).toFixed(2),
-          written(operand.last.relative_error),
-          written(operand.gaussian),
-          operand.last.step,
-        ].map((text, i) => h("td", { class: "number", "data-label": head[i] }, text)),
-      );
+    const number = "number";
+    const columns = {
+      ...{ Operand: "", "Over Gaussian's": number, Error: number },
+      ...{ "Gaussian data": number, Step: number },
     };
-    return [
-      h("h3", {}, worst.length < WORST ? "The worst" : `The ${WORST} worst`),
-      h(
-        "div",
-        { class: "panel scroll-x" },
-        h(
-          "table",
-          { class: "worst" },
-          h(
-            "thead",
-            {},
-            h(
-              "tr",
-              {},
-              h("th", {}, "Operand"),
-              head.map((name) => h("th", { class: "number" }, name)),
-            ),
-          ),
-          h("tbody", {}, worst.map(line)),
-        ),
-      ),
-    ];
+    const rows = worst.map(({ module, name, words, ratio, last, gaussian }) => [
+      h("button.link", { onClick: () => this.open(module, name) }, `${words} of ${module}`),
+      ratio.toFixed(2),
+      written(last.relative_error),
+      written(gaussian),
+      last.step,
+    ]);
+    const title = worst.length < WORST ? "The worst" : `The ${WORST} worst`;
+    return [h("h3", title), h("div.panel.scroll-x", table("worst", columns, rows))];
   }
 
   open(module, name) {
@@ -200,96 +162,58 @@ class Operands {
     this.detail.hidden = !operands;
     if (!operands) return;
     const { module, name } = this.chosen;
-    const rows = this.names.filter((one) => operands.has(one));
-    const shown = rows.map((one) => ({ name: one, row: operands.get(one) }));
+    const row = operands.find((operand) => operand.name === name) || operands[0];
     const close = () => {
       this.chosen = null;
       this.showCurves();
     };
-    const choose = (one) =>
-      h(
-        "button",
-        {
-          type: "button",
-          style: tint(one),
-          "aria-pressed": String(one === name),
-          onClick: () => this.open(module, one),
-        },
-        operandWords(one),
-      );
-    const row = operands.get(name) || shown[0].row;
+    const choose = (of) => {
+      const attributes = { style: tint(of.name), "aria-pressed": String(of === row) };
+      return h("button", { ...attributes, onClick: () => this.open(module, of.name) }, of.words);
+    };
+    const statistics = this.telemetry.statistics.filter((one) => row.curves[one] !== null);
     this.detail.replaceChildren(
+      h("header", h("h3.mono", module), h("button", { onClick: close }, "Close")),
+      h("div.operand-choice", operands.map(choose)),
+      h("p.muted", `${row.words}: ${row.format}`),
       h(
-        "header",
-        {},
-        h("h3", { class: "mono" }, module),
-        h("button", { type: "button", onClick: close }, "Close"),
-      ),
-      h("div", { class: "operand-choice" }, rows.map(choose)),
-      h("p", { class: "muted" }, `${operandWords(name)}: ${row.format}`),
-      h(
-        "div",
-        { class: "curve-grid" },
-        this.telemetry.statistics
-          .filter((statistic) => row.curves[statistic] !== null)
-          .map((statistic) => this.figure(statistic, name, row)),
+        "div.curve-grid",
+        statistics.map((statistic) => this.figure(statistic, row)),
       ),
     );
   }
 
-  figure(statistic, name, row) {
-    const reference = statistic === "relative_error" ? row.gaussian : null;
-    const bad = this.telemetry.nonfinite.filter(({ module }) => module === row.module);
-    const curve = new Curve(this.telemetry.steps, row.curves[statistic], name, reference, bad);
-    return h(
-      "figure",
-      {},
-      h("figcaption", { title: ABOUT[statistic] }, statistic.replaceAll("_", " ")),
-      curve.elements(statistic),
-    );
+  figure(statistic, { module, name, gaussian, curves }) {
+    const reference = statistic === "relative_error" ? gaussian : null;
+    const bad = this.telemetry.nonfinite.filter((one) => one.module === module);
+    const caption = h("figcaption", { title: ABOUT[statistic] }, statistic.replaceAll("_", " "));
+    const { steps } = this.telemetry;
+    const picture = curve(statistic, steps, curves[statistic], tint(name), reference, bad);
+    return h("figure", caption, picture);
   }
 }
 
 // The modules of the records, each a row with a groupPath: the report's, or one made of its name.
-function heatModules(data) {
-  const known = new Map(data.rows.map((row) => [row.module, row]));
-  const names = [...new Set(data.telemetry.operands.map(({ module }) => module))];
-  const formats = (name) => data.telemetry.operands.filter(({ module }) => module === name);
-  const made = names
-    .filter((name) => !known.has(name))
-    .map((module) => ({
-      ...{ module, path: module.split("."), recipe: null, state: "", spelling: "", dtype: "" },
-      ...{
-        why: "",
-        shapeText: formats(module)
-          .map(({ format }) => format)
-          .join(),
-      },
-    }));
-  foldRows(made);
-  for (const row of made) known.set(row.module, row);
-  return names.map((name) => known.get(name));
+function heatModules({ rows, telemetry }) {
+  const known = new Map(rows.map((row) => [row.module, row]));
+  const recorded = Map.groupBy(telemetry.operands, ({ module }) => module);
+  const made = [...recorded].map(([module, operands]) => {
+    const shapeText = operands.map(({ format }) => format).join();
+    const blank = { recipe: null, state: "", spelling: "", dtype: "", why: "" };
+    return { module, path: module.split("."), shapeText, ...blank };
+  });
+  foldRows(made.filter(({ module }) => !known.has(module)));
+  return made.map((row) => known.get(row.module) || row);
 }
 
-function ratioOf({ last, gaussian }) {
-  return last === null || !gaussian ? -1 : last.relative_error / gaussian;
+// Operands, the worst first.
+function inOrder(operands) {
+  return operands.sort((one, other) => other.ratio - one.ratio);
 }
 
 // How much of the color a cell has: none up to 1, all of it from twice Gaussian data's error on.
 function heat(ratio) {
   return Math.round(85 * Math.min(1, Math.max(0, Math.log2(ratio))));
-}
-
-function operandWords(name) {
-  const [gemm, operand] = name.split(".");
-  return `${operand} of ${gemm}`;
-}
-
-function operandTitle({ module, gemm, operand, last, gaussian }, old) {
-  if (last === null) return `${operand} of ${gemm} of ${module}: no error is known`;
-  const numbers = `${written(last.relative_error)}, Gaussian data ${written(gaussian)}`;
-  const stays = old ? ", the last finite record" : "";
-  return `${operand} of ${gemm} of ${module}: ${numbers}, step ${last.step}${stays}`;
 }
 
 function nonfiniteText({ operand, gemm, module, step, rank }) {

@@ -2,10 +2,7 @@
 // The report page: its parts, and the links between them.
 
 function startReport() {
-  const data = loadModel(readData());
-  let tree = null,
-    matmuls = null,
-    graphs = null;
+  const data = loadModel(JSON.parse(byId("data").textContent));
   const links = {
     module: (path) => tree.reveal(path),
     node: (row) => graphs.revealRow(row),
@@ -15,18 +12,18 @@ function startReport() {
     byId("matmuls").scrollIntoView();
   };
   keepSections(data);
-  tree = new Tree(data, (item) =>
-    filterBy({ module: { path: item.path, rows: new Set(item.rows) } }),
+  const tree = new Tree(data, ({ path, rows }) =>
+    filterBy({ module: { path, rows: new Set(rows) } }),
   );
-  byId("tree").replaceWith(tree.root);
+  byId("tree").append(tree.root);
   const operands = data.telemetry ? new Operands(data) : null;
-  matmuls = new Matmuls(data, links, (match) => {
+  const matmuls = new Matmuls(data, links, (match) => {
     tree.narrow(match);
     operands?.narrow(match);
   });
-  graphs = new Graphs(data, links);
+  const graphs = new Graphs(data, links);
   showSummary(data, filterBy);
-  const memory = showMemory(data);
+  showMemory(data);
   const search = byId("search");
   search.addEventListener("input", () => matmuls.search(search.value));
   search.addEventListener("keydown", (event) => {
@@ -34,7 +31,6 @@ function startReport() {
   });
   startSearchKeys(search);
   startTheme();
-  startSectionLinks(() => Promise.all([graphs.rendered(), memory]));
   startSectionMarks();
   document.documentElement.dataset.ready = "true";
 }

@@ -2,7 +2,6 @@
 // The summary: the figures under the headline, each with a bar, and the recipes.
 
 function showSummary(data, filterBy) {
-  byId("findings").append(...data.findings.map(findingElement));
   const sum = totals(data.rows);
   const tiles = [
     takenTile(sum, data),
@@ -10,38 +9,24 @@ function showSummary(data, filterBy) {
     savedTile(data, sum),
     ...timeTiles(data),
   ];
+  byId("findings").append(...data.findings.map(findingElement));
   byId("tiles").append(...(data.rows.length ? tiles.filter(Boolean) : []));
-  if (data.notes.length) {
-    byId("notes").append(
-      h(
-        "ul",
-        { class: "notes" },
-        data.notes.map((note) => h("li", {}, note)),
-      ),
-    );
-  }
-  byId("recipes").append(
-    ...data.recipes.map((recipe) => recipeCard(recipe, data, filterBy)),
-    legend(data),
-  );
+  const notes = data.notes.map((note) => h("li", note));
+  if (notes.length) byId("notes").append(h("ul.notes", notes));
+  const cards = data.recipes.map((recipe) => recipeCard(recipe, data, filterBy));
+  byId("recipes").append(...cards, legend(data));
 }
 
 // A sentence, and the policy that follows from it and those before, as it stands in options.
 function findingElement({ text, policy, about }) {
-  if (!policy) return h("li", {}, text);
-  const written = h("code", {}, policy);
-  return h(
-    "li",
-    {},
-    text,
-    h("p", { class: "about" }, about),
-    h("p", { class: "policy" }, written, copyButton(policy)),
-  );
+  if (!policy) return h("li", text);
+  const written = h("p.policy", h("code", policy), copyButton(policy));
+  return h("li", text, h("p.about", about), written);
 }
 
 // Copies a text; where the browser forbids it, selects it.
 function copyButton(text) {
-  const copy = async ({ currentTarget: button }) => {
+  const onClick = async ({ currentTarget: button }) => {
     try {
       await navigator.clipboard.writeText(text);
       button.textContent = "Copied";
@@ -50,76 +35,45 @@ function copyButton(text) {
       button.textContent = "Selected";
     }
   };
-  return h("button", { type: "button", onClick: copy }, "Copy");
+  return h("button", { onClick }, "Copy");
 }
 
 function tile(title, value, ...more) {
-  return h(
-    "div",
-    { class: "tile" },
-    h("h3", {}, title),
-    h("p", { class: "value" }, value),
-    ...more,
-  );
+  return h("div.tile", h("h3", title), h("p.value", value), more);
 }
 
 function takenTile(sum, data) {
-  const flops = (rows) => rows.reduce((total, row) => total + rowFlops(row), 0);
+  const flops = (rows) => sumOf(rows.map(rowFlops));
   const weights = data.rows.filter((row) => row.has_parameter && row.counts);
-  const all = flops(weights);
-  const share = all ? flops(weights.filter((row) => row.taken)) / all : null;
-  return tile(
-    "Taken",
-    `${sum.taken} of ${sum.weights}`,
-    recipeMeter(sum),
-    share === null
-      ? null
-      : h(
-          "p",
-          { class: "muted" },
-          `${(100 * share).toFixed(share > 0.99 && share < 1 ? 1 : 0)}% of the work (FLOPs) of matmuls with a weight`,
-        ),
-  );
+  const share = flops(weights.filter((row) => row.taken)) / flops(weights);
+  const percent = (100 * share).toFixed(share > 0.99 && share < 1 ? 1 : 0);
+  const work = `${percent}% of the work (FLOPs) of matmuls with a weight`;
+  const muted = Number.isNaN(share) ? null : h("p.muted", work);
+  return tile("Taken", `${sum.taken} of ${sum.weights}`, recipeMeter(sum), muted);
 }
 
 // 2 T N K for each GEMM, where all sizes are numbers.
-function rowFlops(row) {
-  const sizes =
-    row.shape.length >= 3 && row.shape.every((n) => typeof n === "number")
-      ? row.shape.slice(-3)
-      : [0];
-  return sizes.reduce((product, n) => product * n, 2);
+function rowFlops({ shape }) {
+  const known = shape.length >= 3 && shape.every((n) => typeof n === "number");
+  return known ? shape.slice(-3).reduce((product, n) => product * n, 2) : 0;
 }
 
 function leftTile(data, filterBy) {
   const layers = layersOf(data.rows);
   const left = layers.filter((row) => row.has_parameter && !row.taken);
-  const others = layers.filter((row) => !row.has_parameter);
-  if (!left.length && !others.length) return tile("Left", "none");
-  const groups = new Map();
-  for (const row of [...left, ...others])
-    groups.set(row.reason, [...(groups.get(row.reason) || []), row]);
+  const groups = [
+    ...Map.groupBy([...left, ...layers.filter((row) => !row.has_parameter)], (row) => row.reason),
+  ];
+  if (!groups.length) return tile("Left", "none");
+  const item = ([reason, rows]) => {
+    const onClick = () => filterBy({ reason });
+    return h("li", h("button.link", { onClick }, `${rows.length} × ${reason || "no reason"}`));
+  };
   return tile(
     "Left in BF16",
     left.length ? countText(left.length, "matmul") : "none",
-    h(
-      "ul",
-      { class: "reasons" },
-      [...groups]
-        .slice(0, 5)
-        .map(([reason, rows]) =>
-          h(
-            "li",
-            {},
-            h(
-              "button",
-              { class: "link", type: "button", onClick: () => filterBy({ reason }) },
-              `${rows.length} × ${reason || "no reason"}`,
-            ),
-          ),
-        ),
-    ),
-    groups.size > 5 ? h("p", { class: "muted" }, `and ${groups.size - 5} more reasons`) : null,
+    h("ul.reasons", groups.slice(0, 5).map(item)),
+    groups.length > 5 ? h("p.muted", `and ${groups.length - 5} more reasons`) : null,
   );
 }
 
@@ -132,103 +86,64 @@ function nothingSaved(data) {
     : "No graph with a backward was compiled.";
 }
 
-function savedTile(data, sum) {
-  if (!sum.elements)
-    return tile("Saved for the backward", "–", h("p", { class: "muted" }, nothingSaved(data)));
+function savedTile(data, { saved, elements }) {
+  const title = "Saved for the backward";
+  if (!elements) return tile(title, "–", h("p.muted", nothingSaved(data)));
+  const less = bytesText(2 * elements - saved);
   return tile(
-    "Saved for the backward",
-    `${((8 * sum.saved) / sum.elements).toFixed(2)} bits per element`,
-    bar("here", sum.saved, 2 * sum.elements, bytesText, "var(--series-0)"),
-    bar("BF16", 2 * sum.elements, 2 * sum.elements, bytesText),
-    h(
-      "p",
-      { class: "muted" },
-      `operands of the quantized matmuls; ${bytesText(2 * sum.elements - sum.saved)} less`,
-    ),
+    title,
+    `${((8 * saved) / elements).toFixed(2)} bits per element`,
+    bar("here", saved, 2 * elements, bytesText, "var(--series-0)"),
+    bar("BF16", 2 * elements, 2 * elements, bytesText),
+    h("p.muted", `operands of the quantized matmuls; ${less} less`),
   );
 }
 
-function bar(name, value, largest, text, tint) {
-  return h(
-    "div",
-    { class: "bar-row" },
-    h("span", {}, name),
-    h(
-      "span",
-      { class: "track" },
-      h("i", { style: { width: `${(100 * value) / largest}%`, "--tint": tint || "var(--plain)" } }),
-    ),
-    h("span", { class: "number" }, text(value)),
-  );
+function bar(name, value, largest, text, tint = "var(--plain)") {
+  const style = { width: `${(100 * value) / largest}%`, "--tint": tint };
+  const track = h("span.track", h("i", { style }));
+  return h("div.bar-row", h("span", name), track, h("span.number", text(value)));
 }
 
 // Predicted, for each GPU, and measured, where it was.
 function timeTiles(data) {
-  const predicted = data.devices.map(({ column, name }) => ({
+  const counted = data.rows.filter((row) => row.counts);
+  const predicted = data.devices.map(({ column, name }) => [
     name,
-    times: data.rows
-      .filter((row) => row.taken && row.counts)
-      .map((row) => row.predicted[column]),
-  }));
-  const measured = new Map();
-  for (const { measured: times, counts } of data.rows) {
-    if (!times.device || !counts) continue;
-    if (!measured.has(times.device)) measured.set(times.device, []);
-    measured.get(times.device).push(times);
-  }
-  const stands = h(
-    "details",
-    {},
-    h("summary", {}, "assumptions"),
-    h("p", { class: "muted" }, data.assumptions),
-  );
-  const part = h(
-    "p",
-    { class: "muted" },
-    "for the quantized GEMMs and their quantizers, not for a whole step",
-  );
-  const alone = h("p", { class: "muted" }, "each matmul by itself, forward and backward");
+    counted.filter((row) => row.taken && row.predicted[column]).map((row) => row.predicted[column]),
+  ]);
+  const times = counted.map((row) => row.measured).filter(({ device }) => device);
+  const measured = [...Map.groupBy(times, ({ device }) => device)];
+  const part =
+    "for the quantized GEMMs and their quantizers, not for a whole step" +
+    (measured.length ? "" : "; q2compile report --measure times them on this machine");
+  const stands = h("details", h("summary", "assumptions"), h("p.muted", data.assumptions));
+  const alone = h("p.muted", "each matmul by itself, forward and backward");
   return [
-    timeTile("Predicted time", predicted, part, stands),
-    timeTile(
-      "Measured time",
-      [...measured].map(([name, times]) => ({ name, times })),
-      alone,
-    ),
+    timeTile("Predicted time", predicted, h("p.muted", part), stands),
+    timeTile("Measured time", measured, alone),
   ];
 }
 
-// devices: [{name, times}]; null if none has times.
+// devices: [name, times]; null if none has times.
 function timeTile(title, devices, ...notes) {
-  const sums = devices
-    .map(({ name, times }) => {
-      const known = times.filter(Boolean);
-      const sum = (key) => known.reduce((total, one) => total + one[key], 0);
-      return { name, own: sum("microseconds"), bf16: sum("bf16_microseconds") };
-    })
-    .filter(({ bf16 }) => bf16);
-  if (!sums.length) return null;
-  const bars = sums.flatMap(({ name, own, bf16 }) => {
-    const largest = Math.max(own, bf16);
+  const known = devices.filter(([, times]) => times.length);
+  if (!known.length) return null;
+  const ratios = [];
+  const bars = known.map(([name, times]) => {
+    const own = sumOf(times.map((one) => one.microseconds));
+    const bf16 = sumOf(times.map((one) => one.bf16_microseconds));
     const tint = own > bf16 ? "var(--series-3)" : "var(--series-0)";
+    ratios.push(own / bf16);
     return [
-      h("p", { class: "device" }, h("b", {}, name), ` ${timeWords(own / bf16)}`),
-      bar("here", own, largest, microsecondsText, tint),
-      bar("BF16", bf16, largest, microsecondsText),
+      h("p.device", h("b", name), ` ${timeWords(own / bf16)}`),
+      bar("here", own, Math.max(own, bf16), microsecondsText, tint),
+      bar("BF16", bf16, Math.max(own, bf16), microsecondsText),
     ];
   });
-  return tile(title, timesHeadline(sums), ...bars, ...notes);
-}
-
-function timesHeadline(times) {
-  const ratios = times.map(({ own, bf16 }) => own / bf16);
-  const low = Math.min(...ratios),
-    high = Math.max(...ratios);
-  const text = (ratio) => ratio.toFixed(ratio >= 2 ? 1 : 2);
-  const unit = "times BF16's";
-  return text(low) === text(high)
-    ? `${text(low)} ${unit}`
-    : `${text(low)} to ${text(high)} ${unit}`;
+  const bounds = [Math.min(...ratios), Math.max(...ratios)];
+  const words = new Set(bounds.map((ratio) => ratio.toFixed(ratio >= 2 ? 1 : 2)));
+  return tile(title, `${[...words].join(" to ")} times BF16's`, bars, notes);
 }
 
 function microsecondsText(microseconds) {
@@ -237,66 +152,39 @@ function microsecondsText(microseconds) {
 
 function recipeCard(recipe, data, filterBy) {
   const rows = layersOf(data.rows).filter((row) => row.recipe === recipe);
+  const onClick = () => filterBy({ recipe: String(recipe.place) });
+  const count = h("button.link", { onClick }, countText(rows.length, "matmul"));
+  const written = Object.keys(GEMMS).map((gemm) => [gemm, h("code", recipe[gemm])]);
   return h(
-    "article",
-    { class: "panel recipe" },
-    h(
-      "header",
-      {},
-      h("h3", {}, recipeChip(recipe)),
-      h(
-        "button",
-        {
-          class: "link",
-          type: "button",
-          onClick: () => filterBy({ recipe: String(recipe.place) }),
-        },
-        countText(rows.length, "matmul"),
-      ),
-    ),
+    "article.panel.recipe",
+    h("header", h("h3", chip({ recipe })), count),
     gemmDrawings(recipe),
-    h(
-      "details",
-      {},
-      h("summary", {}, "as written in graphs"),
-      h(
-        "dl",
-        { class: "written" },
-        Object.keys(GEMMS).flatMap((gemm) => [
-          h("dt", {}, gemm),
-          h("dd", { class: "mono" }, recipe[gemm]),
-        ]),
-      ),
-    ),
+    h("details", h("summary", "as written in graphs"), definitions("written", written)),
   );
 }
 
+const WORDS = [
+  [/nvfp4/, "NVFP4", "4-bit numbers, a scale for each block of 16, one for the tensor"],
+  [/mxfp4/, "MXFP4", "4-bit numbers, a power of two for each block of 32"],
+  [/_pow2/, "_pow2", "the tensor's scale is a power of two"],
+  [/_46/, "4/6", "each block scaled to 4 or to 6, whichever errs less"],
+  [
+    /ms_eden/,
+    "MS-EDEN",
+    "unbiased: rounded to nearest, the scales corrected and rounded stochastically",
+  ],
+  [/rht\d/, "RHT", "random Hadamard transform along the contraction"],
+  [/requantize/, "codes of fprop", "computed from the 4-bit codes that the forward saved"],
+];
+
 // The meaning of the boxes in the drawings of these recipes.
-function legend(data) {
-  const text = data.recipes
-    .map((recipe) =>
-      Object.keys(GEMMS)
-        .map((gemm) => recipe[gemm])
-        .join(),
-    )
-    .join();
-  const words = [
-    [/nvfp4/, "NVFP4", "4-bit numbers, a scale for each block of 16, one for the tensor"],
-    [/mxfp4/, "MXFP4", "4-bit numbers, a power of two for each block of 32"],
-    [/_pow2/, "_pow2", "the tensor's scale is a power of two"],
-    [/_46/, "4/6", "each block scaled to 4 or to 6, whichever errs less"],
-    [
-      /ms_eden/,
-      "MS-EDEN",
-      "unbiased: rounded to nearest, the scales corrected and rounded stochastically",
-    ],
-    [/rht\d/, "RHT", "random Hadamard transform along the contraction"],
-    [/requantize/, "codes of fprop", "computed from the 4-bit codes that the forward saved"],
-  ].filter(([pattern]) => pattern.test(text));
-  if (!words.length) return "";
-  return h(
-    "dl",
-    { class: "legend" },
-    words.flatMap(([, name, meaning]) => [h("dt", {}, name), h("dd", {}, meaning)]),
-  );
+function legend({ recipes }) {
+  const text = recipes.flatMap(({ fprop, dgrad, wgrad }) => [fprop, dgrad, wgrad]).join();
+  const words = WORDS.filter(([pattern]) => pattern.test(text));
+  return words.length
+    ? definitions(
+        "legend",
+        words.map(([, ...pair]) => pair),
+      )
+    : "";
 }
