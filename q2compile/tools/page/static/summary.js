@@ -129,21 +129,23 @@ function timeTiles(data) {
 function timeTile(title, devices, ...notes) {
   const known = devices.filter(([, times]) => times.length);
   if (!known.length) return null;
-  const ends = [];
+  const all = { low: Infinity, high: 0 };
   const bars = known.map(([name, times]) => {
     const [own, bf16] = ["microseconds", "bf16_microseconds"].map((key) => totalOf(times, key));
     const ratio = overBf16(times);
     const largest = Math.max(middleOf(own), middleOf(bf16));
     const tint = middleOf(ratio) > 1 ? "var(--series-3)" : "var(--series-0)";
     const text = (range) => () => rangeText(range, microsecondsText);
-    ends.push(ratio.low, ratio.high);
+    Object.assign(all, {
+      low: Math.min(all.low, ratio.low, ratio.high),
+      high: Math.max(all.high, ratio.low, ratio.high),
+    });
     return [
       h("p.device", h("b", name), ` ${timeWords(ratio)}`),
       bar("here", middleOf(own), largest, text(own), tint),
       bar("BF16", middleOf(bf16), largest, text(bf16)),
     ];
   });
-  const all = { low: Math.min(...ends), high: Math.max(...ends) };
   return tile(title, `${rangeText(all, ratioText(all))} times BF16's`, bars, notes);
 }
 
