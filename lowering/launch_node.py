@@ -2,8 +2,8 @@
 """The node of a call in generated code that enqueues launches (launches.py,
 prologue/fused_launches.py).
 
-It mutates buffers that were allocated for it, as a user's Triton kernel does; all supported
-versions of torch have such nodes. (An out variant of each op would need a second schema.)"""
+It has several outputs, which Inductor allocates for it. (A node of the scheduler for each of them,
+which the launches mutate, would double the time that a graph is scheduled.)"""
 
 from __future__ import annotations
 
@@ -27,6 +27,29 @@ _IMPORT_PROLOGUE = (
     "from q2compile.runtime_kernels.cuda.quantize.prologue_expression "
     "import PrologueExpression as q2_PrologueExpression"
 )
+
+
+class LaunchOutput(ir.InputsKernel):
+    """A result of launches. Inductor allocates it before the call of the node that writes it. (The
+    base is of those that Inductor takes as tensors in memory.)"""
+
+    def __init__(self, like: torch.Tensor) -> None:
+        size, stride = map(ir.convert_shape_to_inductor, (like.size(), like.stride()))
+        layout = ir.FixedLayout(like.device, like.dtype, size, stride)
+        super().__init__(name=None, layout=layout, inputs=[])
+        self.name = V.graph.register_buffer(self)
+        self.writer: Launches | None = None
+
+    def get_defining_op(self) -> ir.Operation | None:
+        return self.writer
+
+    def should_allocate(self) -> bool:
+        return True
+
+    @property
+    def is_read(self) -> bool:
+        """Whether a node reads it. Asked when code is generated."""
+        return self.name not in V.graph.removed_buffers
 
 
 class AlphaProduct(NamedTuple):
@@ -56,17 +79,15 @@ class Launches(ir.ExternKernel):
             *map(_unwrapped, (*tensors_of(members), *others)),
         ]
         buffers = (b for member in members for b in member.buffers if b is not None)
-        self._buffers = [*map(_unwrapped, (*buffers, *(p.buffer for p in products)))]
-        inputs = [*self._tensors, *self._buffers]  # of an extern kernel
-        self._device = inputs[-1].get_device()
-        super().__init__(None, ir.NoneLayout(device=self._device), inputs)
-        self.mutation_outputs = [
-            ir.MutationOutput(ir.NoneLayout(device=self._device), b, self) for b in self._buffers
-        ]
+        self._buffers: list[LaunchOutput] = [*buffers, *(p.buffer for p in products)]
+        self._device = [*self._buffers, *self._tensors][0].get_device()
+        super().__init__(None, ir.NoneLayout(device=self._device), [*self._tensors])
+        for buffer in self._buffers:
+            buffer.writer = self
         V.graph.register_operation(self)
 
     def get_outputs(self) -> list[ir.Buffer]:
-        return list(self.mutation_outputs)
+        return [*self._buffers]
 
     def get_device(self) -> torch.device | None:
         return self._device
@@ -103,7 +124,7 @@ class Launches(ir.ExternKernel):
         counts[prefix] += 1
         root.header.writeline(f"{name} = {site}")
         self.codegen_comment(wrapper, name)
-        call_args = [*call_args, *(b.codegen_reference() for b in self._buffers)]
+        call_args = [*call_args, *(b.get_name() for b in self._buffers if b.is_read)]
         wrapper.writeline(f"{name}({', '.join(call_args)})")
 
     def _fixed(self) -> bool:
@@ -133,7 +154,7 @@ def _text_of(member: Member, wrapper: Any, tensors: Iterator[Any], call_args: li
             continue
         shown[name] = _Shown("...")
     args, keywords = as_written(member.op, shown)
-    wanted = ", ".join(str(int(b is not None)) for b in member.buffers)
+    wanted = ", ".join(str(int(b is not None and b.is_read)) for b in member.buffers)
     of = [repr(member.op), f"({', '.join(map(repr, args))},)", f"({wanted},)"]
     of += [f"{name}={arg!r}" for name, arg in keywords.items()]
     return f"q2_Call({', '.join(of)})"

@@ -14,14 +14,14 @@ import sympy
 import torch
 from torch import fx
 from torch._inductor import ir
-from torch._inductor.lowering import empty_strided, view
+from torch._inductor.lowering import empty_strided
 from torch._inductor.virtualized import V
 
 from q2compile.graph.gemms import is_read
 from q2compile.graph.launch_groups import global_scales
 from q2compile.graph.node_meta import ALPHA_FROM
 from q2compile.graph.nodes import name_of
-from q2compile.lowering.launch_node import AlphaProduct, Launches, is_tensor
+from q2compile.lowering.launch_node import AlphaProduct, Launches, LaunchOutput, is_tensor
 from q2compile.lowering.member import Member, OpCall
 from q2compile.lowering.state import lowering_state
 from q2compile.runtime_kernels.choice import choose
@@ -78,11 +78,26 @@ def member_with_outputs(
     is_tuple = isinstance(results, tuple | list)
     results = results if is_tuple else (results,)
     wanted = _wanted_outputs(op, len(results), node)
-    buffers = [output_buffer(r) if w else None for r, w in zip(results, wanted, strict=True)]
-    shaped = [
-        b if b is None or r.dim() else view(b, []) for b, r in zip(buffers, results, strict=True)
+    written = [w and _has_elements(r) for r, w in zip(results, wanted, strict=True)]
+    buffers = [LaunchOutput(r) if w else None for r, w in zip(results, written, strict=True)]
+    outputs = [
+        ir.TensorBox.create(b) if b else without_elements(r) if w else None
+        for b, r, w in zip(buffers, results, wanted, strict=True)
     ]
-    return Member(node, name_of(op), args, buffers), tuple(shaped) if is_tuple else shaped[0]
+    return Member(node, name_of(op), args, buffers), tuple(outputs) if is_tuple else outputs[0]
+
+
+def without_elements(like: torch.Tensor) -> Any:
+    """A tensor without elements, such as the scales of fp8: one per graph."""
+    size, stride = like.size(), like.stride()
+    return lowering_state().once(
+        (without_elements, *size, *stride, like.dtype, like.device),
+        lambda: empty_strided(size, stride, dtype=like.dtype, device=like.device),
+    )
+
+
+def _has_elements(result: torch.Tensor) -> bool:
+    return all(size != 0 for size in result.size() if isinstance(size, int))
 
 
 def _once_a_kind(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -188,10 +203,9 @@ def _products_of(members: Sequence[Member]) -> list[AlphaProduct]:
             if known is None or pair in state.products:
                 continue
             with V.graph.fake_mode:
-                buffer = output_buffer(
-                    torch.empty((), dtype=torch.float32, device=members[0].device)
-                )
-            state.products[pair] = view(buffer, [])
+                empty = torch.empty((), dtype=torch.float32, device=members[0].device)
+            buffer = LaunchOutput(empty)
+            state.products[pair] = ir.TensorBox.create(buffer)
             if not isinstance(known, tuple):
                 known = ir.ExternKernel.realize_input(known)
             found.append(AlphaProduct(own, known, buffer))
@@ -269,10 +283,3 @@ def _wanted_outputs(op: torch._ops.OpOverload, count: int, node: fx.Node) -> lis
         return [True] * count
     used = {output.args[1] for output in node.users if is_read(output)}
     return [i in used for i in range(count)]
-
-
-def output_buffer(like: torch.Tensor) -> Any:
-    size, stride = map(ir.convert_shape_to_inductor, (like.size(), like.stride()))
-    # Not 0-dim: Inductor would generate a kernel that fills a 0-dim tensor, since none of its
-    # ranges is 0.
-    return empty_strided(size or [1], stride or [1], dtype=like.dtype, device=like.device)

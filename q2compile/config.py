@@ -229,8 +229,7 @@ class Config:
                 "recompute_weights=True saves none and recomputes them; choose one"
             )
         self._check_inductor()
-        self._check_passes()
-        self._check_kernels()
+        self._check_disabled()
         _ = self._policy, self._telemetry
 
     def _check_inductor(self) -> None:
@@ -254,23 +253,16 @@ class Config:
                 "leave them out or use inner='inductor'"
             )
 
-    def _check_passes(self) -> None:
+    def _check_disabled(self) -> None:
         from q2compile.passes import pass_names
 
-        if not isinstance(self.disable_passes, list | tuple):
-            raise ConfigError(
-                f"disable_passes: got {shown(self.disable_passes)}; allowed: a list of names"
-            )
+        for option in ("disable_passes", OPTION):
+            names = getattr(self, option)
+            if not isinstance(names, list | tuple):
+                raise ConfigError(f"{option}: got {shown(names)}; allowed: a list of names")
+            object.__setattr__(self, option, tuple(names))
         for name in self.disable_passes:
             one_of("pass in disable_passes", name, pass_names())
-        object.__setattr__(self, "disable_passes", tuple(self.disable_passes))
-
-    def _check_kernels(self) -> None:
-        if not isinstance(self.disable_kernels, list | tuple):
-            raise ConfigError(
-                f"disable_kernels: got {shown(self.disable_kernels)}; allowed: a list of names"
-            )
-        object.__setattr__(self, "disable_kernels", tuple(self.disable_kernels))
         if self.disable_kernels:
             _check_kernel_names(f"kernel in {OPTION}", self.disable_kernels)
 
@@ -379,7 +371,7 @@ def raise_on_unsaved(config: Config) -> None:
         )
 
 
-class CallArguments(Mapping[str, Any]):
+class CallArguments(dict[str, Config]):
     """The arguments of one torch.compile call, as the backend read them: {"options": a Config}.
 
     Dynamo runs a graph again that an equal call compiled, and calls are equal if their arguments
@@ -390,17 +382,12 @@ class CallArguments(Mapping[str, Any]):
     """
 
     def __init__(self, config: Config) -> None:
+        super().__init__(options=config)
         self._config = config
         self._equal: dict[Any, bool] = {}  # what other arguments say -> whether they mean the same
 
-    def __getitem__(self, key: str) -> Config:
-        return {"options": self._config}[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(("options",))
-
-    def __len__(self) -> int:
-        return 1
+    def __ne__(self, other: object) -> bool:
+        return not self == other
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Mapping):
@@ -424,9 +411,6 @@ class CallArguments(Mapping[str, Any]):
             return False  # Dynamo calls the backend then, and that raises it
 
     __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:  # torch shows it where it says why it compiles again
-        return repr(dict(self))
 
 
 def _check_kernel_names(what: str, names: Sequence[str]) -> None:

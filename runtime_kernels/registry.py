@@ -69,6 +69,8 @@ LIBRARY = torch.library.Library("q2", "DEF")
 disable(named_in_environment(), DISABLING)
 
 
+_REASONS: list[Callable[[], list[str]]] = []
+_EMULATED: list[Callable[[], list[str]]] = []
 _REFERENCES: dict[str, str] = {}  # op -> why its reference serves a GPU
 _AS_IT_IS = nullcontext()
 
@@ -201,9 +203,24 @@ def _is_recorded(op: str, args: Sequence) -> bool:
     )
 
 
-def references() -> list[str]:
-    """Lines on what has run as a reference on a GPU, with reasons."""
-    return list(_REFERENCES.values())
+def add_to_reports(describe: Callable[[], list[str]]) -> None:
+    """Adds the lines that a function returns to reports: how kernels are chosen on this machine."""
+    _REASONS.append(describe)
+
+
+def preferences() -> list[str]:
+    """Lines on how kernels are chosen on this machine, with reasons."""
+    return [text for describe in _REASONS for text in describe()]
+
+
+def emulation(describe: Callable[[], list[str]]) -> None:
+    """Adds the lines that a function returns to reports: what is emulated, and why."""
+    _EMULATED.append(describe)
+
+
+def emulated() -> list[str]:
+    """Lines on what is emulated here, or runs as a reference on a GPU, with reasons."""
+    return [text for describe in _EMULATED for text in describe()] + list(_REFERENCES.values())
 
 
 def reject(kernel: Kernel, args: Sequence, error: Exception) -> None:
@@ -267,13 +284,20 @@ def warm_up(op: str, args: Sequence) -> None:
             reject(chosen, args, error)
 
 
-def select(op: str, args: Sequence, name: str) -> Callable:
-    """The kernel of this name of an op, for these arguments, of which tensors may be fake.
+def select(op: str, args: Sequence, name: str | None = None) -> Callable:
+    """The implementation that will run op on these arguments.
+
+    Args:
+        op: name of the op without its namespace.
+        args: the op's positional arguments (tensors may be fake).
+        name: the name of the only kernel wanted.
 
     Raises:
         ValueError: the named kernel does not exist.
         NotServedError: it does not serve these arguments; the message says why.
     """
+    if name is None:
+        return choose(op, args).kernel.function
     candidates = kernels(op)
     for candidate in candidates:
         if candidate.name == name:

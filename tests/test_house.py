@@ -420,9 +420,6 @@ def test_no_second_registration() -> None:
 # Files that may have the name of a quantizing op as a text: the table; what is another thing.
 NAMES_QUANTIZERS = {
     "runtime_kernels/ops/table.py",
-    "runtime_kernels/ops/__init__.py",  # modules
-    "runtime_kernels/cpu/__init__.py",  # a module
-    "runtime_kernels/cuda/__init__.py",  # a folder
     "q2compile/__init__.py",  # the public function, as in tools/quantize.py
     "q2compile/tools/quantize.py",
     "q2compile/recipes/option_types.py",  # sources of operands, as in those below

@@ -10,7 +10,6 @@ from __future__ import annotations
 import datetime
 import json
 import sys
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 
 from q2compile.cost_model.devices import DATA_SHEETS
 from q2compile.cost_model.quantizers import BF16, ROWS_UNROTATED, Quantizer
-from q2compile.cost_model.rates import ISSUED, PIPES, lanes
+from q2compile.cost_model.rates import PIPES
 from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
@@ -54,17 +53,17 @@ def main_launch(case: Quantizer) -> Launch:
     return rotate_launch(kernel)
 
 
-def count(case: Quantizer, architecture: str) -> tuple[float, float]:
-    """Instructions per element, a product of tensor cores as PRODUCT of them; and the cycles of the
-    fullest pipe."""
+def count(case: Quantizer, architecture: str) -> tuple[float, list[float]]:
+    """Instructions per element, a product of tensor cores as PRODUCT of them; and those of each row
+    of PIPES."""
     variant = main_launch(case).variant
     loop = disassemble.disassemble(nvrtc.cubin(variant, architecture)).hot_loop(RARE)
-    cycles: dict[str, float] = defaultdict(float)
-    for pipe in PIPES:
-        for name in pipe.instructions.split():
-            cycles[pipe.name] += loop[name] * ISSUED / lanes(name, architecture)[0]
-    found = sum(loop.values()) + (PRODUCT - 1) * loop["HMMA"], max(cycles.values())
-    return round(found[0] / ELEMENTS_A_THREAD, 2), round(found[1] / ELEMENTS_A_THREAD, 2)
+    counts = (
+        sum(loop.values()) + (PRODUCT - 1) * loop["HMMA"],
+        *(sum(loop[name] for name in pipe.instructions.split()) for pipe in PIPES),
+    )
+    instructions, *pipes = (round(n / ELEMENTS_A_THREAD, 2) for n in counts)
+    return instructions, pipes
 
 
 def write() -> None:
@@ -78,15 +77,17 @@ def write() -> None:
         }
         key["source"] = case.source if case.source == BF16 else get_scheme(case.source).format
         found = {a: count(case, a) for a in architectures}
-        for i, name in enumerate(("instructions", "fullest_pipe")):
+        for i, name in enumerate(("instructions", "pipes")):
             key[name] = {a: each[i] for a, each in found.items()}
         counts.append(key)
     result = {
-        "what": "per element of rotate_quantize.cu's loop over tiles: instructions, and cycles of "
-        "the fullest pipe",
+        "what": "instructions per element of rotate_quantize.cu's loop over tiles: all, and those "
+        "of each row of PIPES (rates.py)",
         "nvrtc": f"{major}.{minor}",
         "date": datetime.date.today().isoformat(),
         "command": "python examples/benchmarks/predicted.py --count",
-        "counts": counts,
+        "counts": [],
     }
-    COUNTED.write_text(json.dumps(result, indent=1) + "\n")
+    rows = ",\n".join(f"  {json.dumps(row)}" for row in counts)
+    text = json.dumps(result, indent=1).replace('"counts": []', f'"counts": [\n{rows}\n ]')
+    COUNTED.write_text(text + "\n")

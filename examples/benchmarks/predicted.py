@@ -49,11 +49,12 @@ from workloads import (
     VOCABULARY_30M,
 )
 
-from q2compile.cost_model.devices import DATA_SHEETS, H200, PIPE_SHARE, Device
+from q2compile.cost_model.devices import DATA_SHEETS, H200, Device
 from q2compile.cost_model.layer import HOPPER, Layer
 from q2compile.cost_model.predict import predict
 from q2compile.cost_model.prices import bf16_steps, recipe_steps
 from q2compile.cost_model.quantizers import counted as instructions_counted
+from q2compile.cost_model.ranges import Range, longest, total
 from q2compile.recipes.recipe import GEMMS
 from q2compile.recipes.resolve import resolve
 from q2compile.tools.bench.cases import CASES, OTHERS, step_of
@@ -67,14 +68,15 @@ class Compared:
     """A row of the results and its prediction, both in this unit."""
 
     name: str
-    predicted: float
+    predicted: Range
     measured: float
     unit: str
     target: float
 
     @property
     def error(self) -> float:
-        return self.predicted / self.measured - 1
+        """The relative error of the middle."""
+        return self.predicted.middle / self.measured - 1
 
 
 def rows_of(file: str) -> list[dict[str, Any]]:
@@ -134,13 +136,13 @@ def _30m(sequences: int) -> list[tuple[int, Layer]]:
     return llama(tokens, hidden, size.intermediate, size.layers, hidden, VOCABULARY_30M)
 
 
-def _times(recipe: str, layers: list[tuple[int, Layer]]) -> tuple[float, float, float, float]:
+def _times(recipe: str, layers: list[tuple[int, Layer]]) -> tuple[Range, Range, Range, Range]:
     """Milliseconds of the linears: GPU under the recipe, GPU in BF16, host likewise."""
     of = resolve(recipe)
     own = [(n, s) for n, layer in layers for s in recipe_steps(of, layer, GEMMS)]
     bf16 = [(n, s) for n, layer in layers for s in bf16_steps(layer, GEMMS)]
-    gpu = [1e3 * sum(n * s.seconds(H200) for n, s in steps) for steps in (own, bf16)]
-    host = [1e3 * sum(n * s.host_seconds for n, s in steps) for steps in (own, bf16)]
+    gpu = [1e3 * total(n * s.seconds(H200) for n, s in steps) for steps in (own, bf16)]
+    host = [1e3 * total(n * s.host_seconds for n, s in steps) for steps in (own, bf16)]
     return gpu[0], gpu[1], host[0], host[1]
 
 
@@ -182,8 +184,8 @@ def steps() -> Iterator[Compared]:
         own, bf16, host, bf16_host = _times(*STEPS[row["name"]])
         more = own - bf16
         if not row["name"].endswith("_graphs"):
-            more = max(more, host - bf16_host)
-        yield Compared(row["name"], row["bf16"] + more, row["value"], "ms", STEPS_WITHIN)
+            more = longest(more, host - bf16_host)
+        yield Compared(row["name"], more + row["bf16"], row["value"], "ms", STEPS_WITHIN)
 
 
 PER_LINEAR = "host_us_per_linear"
@@ -195,7 +197,7 @@ def of_the_host() -> Iterator[Compared]:
     for row in rows_of("steps.json"):
         if row["name"] == PER_LINEAR:
             *_, own, bf16 = _times("quartet2", [(1, layer)])
-            predicted = row["bf16"] + 1e3 * (own - bf16)
+            predicted = 1e3 * (own - bf16) + row["bf16"]
             yield Compared(PER_LINEAR, predicted, row["value"], "us", STEPS_WITHIN)
 
 
@@ -211,9 +213,11 @@ def table(rows: Iterable[Compared]) -> str:
     lines = ["| row | predicted | measured | ratio |", "|---|---|---|---|"]
     for row in rows:
         digits = 1 if row.unit == "us" else 2
-        predicted, measured = (f"{n:.{digits}f} {row.unit}" for n in (row.predicted, row.measured))
+        predicted = f"{row.predicted.text(f'.{digits}f')} {row.unit}"
+        measured = f"{row.measured:.{digits}f} {row.unit}"
         missed = ", missed" if abs(row.error) > row.target else ""
-        lines.append(f"| `{row.name}` | {predicted} | {measured} | {1 + row.error:.2f}{missed} |")
+        ratio = (row.predicted / row.measured).text()
+        lines.append(f"| `{row.name}` | {predicted} | {measured} | {ratio}{missed} |")
     return "\n".join(lines)
 
 
@@ -248,7 +252,7 @@ def rates(devices: Sequence[Device]) -> str:
     lines = [f"| GPU | {' | '.join(KINDS)} | source |", "|---" * (2 + len(KINDS)) + "|"]
     for device in devices:
         of = [device.gemms[kind] for kind in KINDS]
-        cells = [f"{rate.peak / 1e12:.5g} x {rate.share:.3g}" for rate in of]
+        cells = [f"{rate.peak / 1e12:.5g} x {rate.share.text()}" for rate in of]
         named = "; ".join(device.gemms[kind].source for kind in ("bf16", "fp4"))
         sources = dict.fromkeys(re.split(", |; ", named))
         lines.append(f"| {device.name} | {' | '.join(cells)} | {', '.join(sources)} |")
@@ -266,24 +270,27 @@ def gains(devices: Sequence[Device]) -> str:
 
 
 def accumulated(device: Device) -> str:
-    """Time of the 8B Llama's linears with cached weights, over that without, in words."""
-    layers, words = linears_of(LLAMA_8B, LLAMA_8B_TOKENS), []
+    """Times of the 8B Llama's linears over BF16's, by micro-batches, as Markdown."""
+    linears = linears_of(LLAMA_8B, LLAMA_8B_TOKENS)
+    layers = [(n, replace(layer, capability=device.capability)) for n, layer in linears]
+
+    def seconds(recipe: str, w_quantized: int = 1) -> Range:
+        found = ((n, replace(layer, w_quantized=w_quantized)) for n, layer in layers)
+        if recipe == "bf16":
+            each = ((n, bf16_steps(layer, GEMMS)) for n, layer in found)
+        else:
+            each = ((n, recipe_steps(resolve(recipe), layer, GEMMS)) for n, layer in found)
+        return total(n * step.seconds(device) for n, steps in each for step in steps)
+
+    bf16 = seconds("bf16")
+    lines = [f"| recipe | without | with: {' | '.join(map(str, MICRO_BATCHES))} |"]
+    lines.append("|---" * (2 + len(MICRO_BATCHES)) + "|")
     for recipe in ("quartet2", "nvfp4"):
-        quantized, cached = (
-            sum(
-                count * step.seconds(device)
-                for count, layer in layers
-                for step in recipe_steps(
-                    resolve(recipe),
-                    replace(layer, capability=device.capability, w_quantized=times),
-                    GEMMS,
-                )
-            )
-            for times in (1, 0)
-        )
-        ratios = (1 - (1 - cached / quantized) * (n - 1) / n for n in MICRO_BATCHES)
-        words.append(f"{', '.join(f'{ratio:.3f}' for ratio in ratios)} ({recipe})")
-    return " and ".join(words)
+        first, others = seconds(recipe), seconds(recipe, 0)
+        times = [first, *((first + (n - 1) * others) / n for n in MICRO_BATCHES)]
+        cells = " | ".join((time / bf16).text() for time in times)
+        lines.append(f"| `{recipe}` | {cells} |")
+    return "\n".join(lines)
 
 
 def published() -> str:
@@ -292,7 +299,7 @@ def published() -> str:
     devices = {device.name: device for device in DATA_SHEETS}
     for case, of, gpu, picoseconds in PUBLISHED:
         seconds = step_of(case, PUBLISHED_ELEMENTS).seconds(devices[gpu])
-        own = f"{1e12 * seconds / PUBLISHED_ELEMENTS:.2f}"
+        own = (1e12 * seconds / PUBLISHED_ELEMENTS).text()
         lines.append(f"| `{case}` | {gpu} | {own} | {picoseconds:.2f} | {of} |")
     return PUBLISHED_PAGE.format(
         table="\n".join(lines),
@@ -304,11 +311,10 @@ def published() -> str:
 
 
 def _time(recipe: str, shape: tuple[int, ...], device: Device) -> str:
-    """Time over BF16's, forward and backward, with x quantized in its producer: a range, where
-    something is not known."""
+    """Time over BF16's, forward and backward, with x quantized in its producer."""
     found = predict(resolve(recipe), shape)
     assert found is not None
-    return "-".join(dict.fromkeys(f"{time:.2f}" for time in found.range_of_time(device)))
+    return found.over_bf16(device).text()
 
 
 PAGE = """\
@@ -320,14 +326,11 @@ and the rows of `results/` that were measured on an H200. The aims are {kernels:
 
 ## Kernels
 
-Five constants were fitted to these rows: the share of the issue slots that a quantizer fills, with
-and without stochastic rounding, the share of the bandwidth, the constant part of a launch
-(`q2compile/cost_model/devices.py`), and the issue slots of a tensor-core instruction
-(`instructions.py`). The rest follows from bytes and from instructions in machine code. {count} rows
-are predicted at {least:.2f} to {most:.2f} of their time; they were measured before the kernels took
-fewer instructions ([the kernel log](KERNEL_LOG.md#fewer-instructions)). `requantize_bf16` misses
-because its dequantized columns take longer than their bytes say. The other two were 14% and 15% low
-by the instructions of that time.
+The shares of issue slots and bandwidth, the constant part of a launch
+(`q2compile/cost_model/devices.py`) and the issue slots of a tensor-core instruction
+(`instructions.py`) were fitted to these rows; the rest is bytes and machine code. The middles of
+{count} ranges are {least:.2f} to {most:.2f} of the measured times, which are older than the kernels
+([the log](KERNEL_LOG.md#fewer-instructions)). Dequantized columns limit `requantize_bf16`.
 
 {kernel_table}
 
@@ -336,32 +339,29 @@ by the instructions of that time.
 For a Llama the prediction is BF16's measured step plus what the linears cost more, on the GPU or on
 the host, whichever is more; under CUDA graphs only the GPU counts. BF16's share of the peak was
 fitted to `linear_4096_4096, BF16`, and nothing to the other rows. At 8 x 512 tokens the host limits
-the step: allocating buffers, and saving three times as many tensors as in BF16, are not in the
-model, as `host_us_per_linear` shows.
+the step; the model leaves out its buffers and saved tensors, as `host_us_per_linear` shows.
 
 {step_table}
 
 ## Blackwell
 
-Nothing here was measured by this project. Cells are dense TFLOP/s by data sheet, and the share of
-them that a large GEMM reaches by published measurements, where there are any. FP8 GEMMs take 1/1.7
-of BF16's time, as on an H100. A share above 1 belongs to a card that runs above its listed clock.
-Quantizers are assumed to reach the bandwidth and the issue slots that they reach on an H200.
-Instructions were counted with NVRTC {nvrtc} on {counted}.
+Not measured by this project. Cells are dense TFLOP/s by data sheet, and the share that a large GEMM
+reaches by published measurements; it exceeds 1 above the listed clock. Quantizers are assumed to
+reach what they reach on an H200. Instructions: NVRTC {nvrtc}, {counted}.
 
 {rates}
 
 Predicted time over BF16's, forward and backward of one linear with the quantizer of x in what
-computes x. A range is between nothing in the way and all that may be: a quantizer's fullest pipe
-stops at {pipe:.0%} of its cycles, and no instruction of x's quantizer is hidden behind the memory
-accesses of its producer. T x N x K is, in this order, {shapes}:
+computes x. At the low end of a range every constant favors the recipe, at the high end none does.
+T x N x K is, in this order, {shapes}:
 
 {gains}
 
 The authors of Quartet II report 4.2 times BF16's speed on an RTX 5090 and up to 2.5 times on a B200
-for the layers of a 22B model (the last shape), with GEMMs of their own. With `cache_weights` the \
-linears of the 8B Llama take, on a {device} in steps of {micro_batches} micro-batches, \
-{accumulated} of their time without.
+for the layers of a 22B model (the last shape), with GEMMs of their own. The linears of the 8B Llama
+on a {device}, without and with `cache_weights` in steps of so many micro-batches, over BF16's:
+
+{accumulated}
 {published}{missing}"""
 
 # With --all.
@@ -398,11 +398,9 @@ def page(everything: bool = False) -> str:
         nvrtc=counted["nvrtc"],
         counted=counted["date"],
         rates=rates(devices),
-        pipe=PIPE_SHARE,
         shapes=", ".join(" x ".join(map(str, shape)) for shape in GAINS),
         gains=gains(devices),
         device=devices[0].name,
-        micro_batches=", ".join(map(str, MICRO_BATCHES)),
         accumulated=accumulated(devices[0]),
         published=published() if everything else "",
         step_table=table(row for row in whole if everything or not row.name.endswith("BF16")),

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from predicted import linears_of
@@ -31,6 +32,7 @@ from workloads import LLAMA_8B, LLAMA_8B_TOKENS
 import q2compile
 from q2compile.cost_model.devices import B200
 from q2compile.cost_model.prices import bf16_steps, recipe_steps
+from q2compile.cost_model.ranges import Range, total
 from q2compile.recipes.published import RECIPES
 from q2compile.recipes.recipe import GEMMS
 from q2compile.recipes.resolve import resolve
@@ -44,7 +46,7 @@ DEFAULT = "quartet2"
 # In units of the drawing. The README shows it up to this wide; a phone halves it.
 WIDTH, TOP, LINE, BAR, MARGIN = 566, 56, 29, 18, 10
 NAMES = 134  # width of the column of names
-COLUMN, ROOM = 144, 66  # of a column, and the part of it that is the text beside the longest bar
+COLUMN, ROOM = 144, 90  # of a column, and the part of it that is the text beside the longest bar
 
 
 @dataclass(frozen=True)
@@ -54,19 +56,19 @@ class Column:
 
     title: str
     below: str
-    values: dict[str, float]
+    values: Mapping[str, float | Range]
     most: float
-    text: Callable[[float], str]
+    text: Callable[[Any], str]
 
 
-def times() -> dict[str, float]:
+def times() -> dict[str, Range]:
     """Predicted time of the linears of the 8B Llama on a B200, over BF16's."""
     capability = B200.capability
     linears = linears_of(LLAMA_8B, LLAMA_8B_TOKENS)
     layers = [(n, replace(own, capability=capability)) for n, own in linears]
-    bf16 = sum(n * s.seconds(B200) for n, own in layers for s in bf16_steps(own, GEMMS))
+    bf16 = total(n * s.seconds(B200) for n, own in layers for s in bf16_steps(own, GEMMS))
     return {
-        name: sum(
+        name: total(
             n * s.seconds(B200)
             for n, own in layers
             for s in recipe_steps(resolve(name), own, GEMMS)
@@ -103,7 +105,7 @@ def columns() -> list[Column]:
     losses = {BASELINE: 0.0, **{name: gap.mean for name, gap in loss_gaps().items()}}
     most = max(losses.values())
     return [
-        Column("time of an 8B", "B200, predicted", times(), 1.0, "{:.2f}".format),
+        Column("time of an 8B", "B200, predicted", times(), 1.0, Range.text),
         Column("saved memory", "bits per element", saved_bits(), 16.0, "{:.3g}".format),
         Column(
             "loss over BF16", "nats, measured", losses, most, lambda n: f"+{n:.3f}" if n else "0"
@@ -127,7 +129,8 @@ def lines(drawn: list[Column]) -> Iterator[str]:
             if value is None:
                 yield f'<text class="soft" x="{x}" y="{y + 15}">not measured</text>'
                 continue
-            width = round((COLUMN - ROOM) * value / column.most, 1)
+            middle = value.middle if isinstance(value, Range) else value
+            width = round((COLUMN - ROOM) * middle / column.most, 1)
             yield f'<rect class="{kind}" x="{x}" y="{y}" width="{width}" height="{BAR}" rx="2"/>'
             place = round(x + width + (6 if width else 0), 1)
             text = column.text(value)

@@ -28,6 +28,7 @@ from workloads import LLAMA_8B, LLAMA_8B_TOKENS
 
 from q2compile.cost_model.devices import DATA_SHEETS, Device
 from q2compile.cost_model.prices import bf16_steps, recipe_steps
+from q2compile.cost_model.ranges import Range, total
 from q2compile.cost_model.step import Step
 from q2compile.recipes.recipe import GEMMS
 from q2compile.recipes.resolve import resolve
@@ -104,23 +105,22 @@ def loss_gaps() -> dict[str, Gap | None]:
     }
 
 
-def time(variant: Variant, device: Device) -> tuple[float, float]:
-    """The linears' time over BF16's, forward and backward, at least and at most."""
-    low = high = bf16 = 0.0
+def time(variant: Variant, device: Device) -> Range:
+    """The linears' time over BF16's, forward and backward."""
+    own = bf16 = Range(0.0, 0.0)
     linears = linears_of(LLAMA_8B, LLAMA_8B_TOKENS)
     for projection, (count, layer) in zip(PROJECTIONS, linears, strict=True):
-        own = replace(layer, capability=device.capability)
-        plain = bf16_steps(own, GEMMS)
+        layer = replace(layer, capability=device.capability)
+        plain = bf16_steps(layer, GEMMS)
         bf16 += count * seconds(plain, device)
         for share, recipe in variant.recipes(projection):
-            steps = plain if recipe == "bf16" else recipe_steps(resolve(recipe), own, GEMMS)
-            low += count * share * seconds(steps, device)
-            high += count * share * seconds(steps, device, most=True)
-    return low / bf16, max(low, high) / bf16
+            steps = plain if recipe == "bf16" else recipe_steps(resolve(recipe), layer, GEMMS)
+            own += count * share * seconds(steps, device)
+    return own / bf16
 
 
-def seconds(steps: Iterable[Step], device: Device, *, most: bool = False) -> float:
-    return sum(step.seconds(device, most=most) for step in steps)
+def seconds(steps: Iterable[Step], device: Device) -> Range:
+    return total(step.seconds(device) for step in steps)
 
 
 def table() -> list[str]:
@@ -129,9 +129,7 @@ def table() -> list[str]:
     lines.append("|---" * (3 + len(DEVICES)) + "|")
     for run, gap in loss_gaps().items():
         variant = VARIANTS[run]
-        times = (
-            "-".join(dict.fromkeys(f"{n:.2f}" for n in time(variant, device))) for device in DEVICES
-        )
+        times = (time(variant, device).text() for device in DEVICES)
         lines.append(f"| `{run}` | {variant.what} | {gap or '0'} | {' | '.join(times)} |")
     return lines
 
@@ -160,15 +158,15 @@ def draw(file: Path) -> None:
     figure, panels = pyplot.subplots(1, len(DEVICES), figsize=(9, 4), sharey=True)
     for axes, device in zip(panels, DEVICES, strict=True):
         ranges = {run: time(VARIANTS[run], device) for run in losses}
-        front = best({run: sum(each) / 2 for run, each in ranges.items()}, losses)
-        for run, (low, high) in ranges.items():
+        front = best({run: each.middle for run, each in ranges.items()}, losses)
+        for run, each in ranges.items():
             color = "tab:blue" if run in front else "silver"
-            axes.plot([low, high], [losses[run]] * 2, "o-", color=color, markersize=4)
+            axes.plot([each.low, each.high], [losses[run]] * 2, "o-", color=color, markersize=4)
         named = -LINE
         for run in reversed(front):
             if losses[run] - named >= LINE:
                 named = losses[run]
-                axes.annotate(run, (ranges[run][1], named), (5, 3), textcoords="offset points")
+                axes.annotate(run, (ranges[run].high, named), (5, 3), textcoords="offset points")
         axes.set(xlabel=f"time of an 8B's linears on a {device.name} over BF16's, predicted")
         axes.set_xlim(right=1.12)
         axes.grid(alpha=0.3)

@@ -35,12 +35,6 @@ def own_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p for name, p in found if isinstance(p, torch.Tensor) and not is_lazy(p)}
 
 
-def own_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers directly in ``module``, by name."""
-    found = _children(module, "_buffers")
-    return {name: b for name, b in found if isinstance(b, torch.Tensor) and not is_lazy(b)}
-
-
 def _children(module: nn.Module, where: str) -> list[tuple[str, Any]]:
     attributes = object.__getattribute__(module, "__dict__")
     return list(attributes[where].items()) if where in attributes else []

@@ -40,6 +40,7 @@ from q2compile.torch_internals.inductor import (
 from q2compile.torch_internals.partitioner import PARTITIONER_SLOT, partitioner_in_slot
 from q2compile.torch_internals.patches import patched
 from q2compile.weight_cache.gathered_inputs import GatheredInputs
+from q2compile.weight_cache.graph_inputs import CachedInputs
 
 
 def compile_graph(
@@ -72,23 +73,19 @@ def compile_graph(
     two_backwards = instrumentation is not None and compiles_buckets()
     at_once = backward_at_once(config.on_error == "bf16" or two_backwards)
     with checkpoints_left_on_error(), at_once:
-        if gathered:
-            return _of_gathered(gm, example_inputs, config, one, watcher, instrumentation, gathered)
-        if not config.cache_weights:
+        supply: GatheredInputs | CachedInputs | None = gathered or None
+        if supply is None and config.cache_weights:
+            supply = CachedInputs(root, uses_cuda_graphs(config))
+        if supply is None:
             return _variants(gm, example_inputs, one, watcher, instrumentation)
-        from q2compile.weight_cache.adapters import Merged
-        from q2compile.weight_cache.graph_inputs import take_codes, with_codes
-
-        cuda_graphs = uses_cuda_graphs(config)
-        gm, inputs, sites = take_codes(gm, example_inputs, root, cuda_graphs)
+        gm, inputs, sites = supply.take_codes(gm, example_inputs)
         if watcher is not None:
             watcher.graph("1_rewritten", gm)
         try:
             compiled = _variants(gm, inputs, one, watcher, instrumentation)
         finally:
             forget_arguments(gm)
-        merged, form = Merged.of_model(root), partial(_compiled_form, config)
-        return with_codes(compiled, sites, inputs, form, merged, cuda_graphs=cuda_graphs)
+        return supply.with_codes(compiled, sites, inputs, partial(_compiled_form, config))
 
 
 def compile_plain(
@@ -105,26 +102,6 @@ def compile_plain(
     else:
         compiled = inductor_compile(gm, example_inputs, _settings(config))
     return gathered.with_values(compiled) if gathered else compiled
-
-
-def _of_gathered(
-    gm: fx.GraphModule,
-    example_inputs: list[Any],
-    config: Config,
-    one: Callable[..., Callable[..., Any]],
-    watcher: Watcher | None,
-    instrumentation: Instrumentation | None,
-    gathered: GatheredInputs,
-) -> Callable[..., Any]:
-    """The compiled graph, which takes the codes of its sharded weights as inputs."""
-    gm, inputs, sites = gathered.take_codes(gm, example_inputs)
-    if watcher is not None:
-        watcher.graph("1_rewritten", gm)
-    try:
-        compiled = _variants(gm, inputs, one, watcher, instrumentation)
-    finally:
-        forget_arguments(gm)
-    return gathered.with_codes(compiled, sites, inputs, partial(_compiled_form, config))
 
 
 def holds_q2_ops(gm: fx.GraphModule) -> bool:

@@ -16,7 +16,6 @@ from q2compile.graph.nodes import GEMM_OPS, choice_of, is_q2
 from q2compile.graph.quantizers import quantizers
 from q2compile.linear.autograd import LinearFunction
 from q2compile.linear.dense import quantize_weight
-from q2compile.linear.experts import GroupedLinearFunction
 from q2compile.lowering.inductor_kernels import rows  # noqa: F401  registers Inductor kernels
 from q2compile.lowering.inductor_kernels.fusion_gain import ComputedOperand
 from q2compile.passes import PassConditions, passes_over
@@ -166,13 +165,13 @@ def _joint(
     computed: Callable[[Any], Any],
 ) -> tuple[fx.GraphModule, dict[str, str]]:
     """Forward and backward in one graph, as AOTAutograd makes it, and the roles of its inputs."""
-    function: Any = GroupedLinearFunction if grouped else LinearFunction
     ctx = _Context("dgrad" in gemms, "wgrad" in gemms, bias and "wgrad" in gemms)
     is_trained, experts = len(gemms) > 1, _EXPERTS if grouped else 1
 
     def joint(x: Any, w: Any, third: Any, dy: Any, *codes: Any) -> list[torch.Tensor]:
-        y = function.forward(ctx, computed(x), w, third, recipe, 0, *codes)
-        grads = function.backward(ctx, computed(dy)) if is_trained else ()
+        bias_and_ends = (None, third) if grouped else (third, None)
+        y = LinearFunction.forward(ctx, computed(x), w, *bias_and_ends, recipe, 0, *codes)
+        grads = LinearFunction.backward(ctx, computed(dy)) if is_trained else ()
         return [y, *(grad for grad in grads if grad is not None)]
 
     with FakeTensorMode(), torch.no_grad():

@@ -13,6 +13,7 @@ import torch
 from q2compile.cost_model.devices import DATA_SHEETS, Device, reported_devices
 from q2compile.cost_model.layer import Layer
 from q2compile.cost_model.prices import bf16_steps, recipe_steps
+from q2compile.cost_model.ranges import Range, longest, total
 from q2compile.cost_model.step import Step
 from q2compile.graph.storages import hint_of
 from q2compile.recipes.recipe import GEMMS, Recipe
@@ -23,37 +24,33 @@ class Prediction:
     """Bytes and FLOPs of one layer under a recipe, and its time beside BF16's.
 
     flops, bytes: on fp4 tensor cores; ints, or sympy expressions where a size is symbolic
-    seconds, bf16_seconds: of the GPU, by `Device.column`, at the hint of a symbolic size; at least
-    most_seconds: at most, where something is not known (`Step.seconds`)
+    seconds, bf16_seconds: of the GPU, by `Device.column`, at the hint of a symbolic size
     host_seconds, bf16_host_seconds: of the host, likewise; 0 where a CUDA graph launches
     at: {symbol: hint}, the hints used for symbols
     """
 
     flops: Any
     bytes: Any
-    seconds: dict[str, float]
-    most_seconds: dict[str, float]
-    bf16_seconds: dict[str, float]
-    host_seconds: dict[str, float]
-    bf16_host_seconds: dict[str, float]
+    seconds: dict[str, Range]
+    bf16_seconds: dict[str, Range]
+    host_seconds: dict[str, Range]
+    bf16_host_seconds: dict[str, Range]
     at: dict[str, int] = field(default_factory=dict)
 
     def speed(self, device: Device) -> float:
-        """How many times as fast as BF16, each taking as long as its GPU or its host, whichever is
-        longer."""
-        bf16, own = self.times(device)
-        return bf16 / own
+        """How many times as fast as BF16, halfway between both ends of the time."""
+        return 1 / self.over_bf16(device).middle
 
-    def times(self, device: Device) -> tuple[float, float]:
-        """Seconds of BF16 and of the recipe."""
+    def times(self, device: Device) -> tuple[Range, Range]:
+        """Seconds of BF16 and of the recipe, each taking as long as its GPU or its host, whichever
+        is longer."""
         column = device.column
-        bf16 = max(self.bf16_seconds[column], self.bf16_host_seconds[column])
-        return bf16, max(self.seconds[column], self.host_seconds[column])
+        bf16 = longest(self.bf16_seconds[column], self.bf16_host_seconds[column])
+        return bf16, longest(self.seconds[column], self.host_seconds[column])
 
-    def range_of_time(self, device: Device) -> tuple[float, float]:
-        """The time over BF16's, at least and at most."""
+    def over_bf16(self, device: Device) -> Range:
         bf16, own = self.times(device)
-        return own / bf16, max(own, self.most_seconds[device.column]) / bf16
+        return own / bf16
 
     def plain(self) -> tuple[int | str, int | str, dict[str, dict[str, float]]]:
         """FLOPs, bytes and times for a `report.Row`; text where a size is symbolic."""
@@ -64,15 +61,20 @@ class Prediction:
             d.column: {
                 "time": round(1 / self.speed(d), 4),
                 "speed": round(self.speed(d), 3),
-                "microseconds": round(1e6 * self.times(d)[1], 2),
-                "bf16_microseconds": round(1e6 * self.times(d)[0], 2),
-                "gpu_microseconds": round(1e6 * self.seconds[d.column], 2),
-                "host_microseconds": round(1e6 * self.host_seconds[d.column], 2),
+                **_microseconds("microseconds", self.times(d)[1]),
+                **_microseconds("bf16_microseconds", self.times(d)[0]),
+                "gpu_microseconds": round(1e6 * self.seconds[d.column].middle, 2),
+                "host_microseconds": round(1e6 * self.host_seconds[d.column].middle, 2),
             }
             for d in reported_devices()
         }
         flops, bytes_ = (n if isinstance(n, int) else str(n) for n in exact)
         return flops, bytes_, times
+
+
+def _microseconds(key: str, seconds: Range) -> dict[str, float]:
+    ends = {key: seconds.middle, f"{key}_low": seconds.low, f"{key}_high": seconds.high}
+    return {name: round(1e6 * end, 2) for name, end in ends.items()}
 
 
 def predict(
@@ -123,7 +125,6 @@ def _predicted(
         flops=sum(s.flops for s in steps),
         bytes=sum((s.bits + s.bits_before) / s.shared_by for s in steps) / 8,
         seconds=_gpu(own),
-        most_seconds=_gpu(own, most=True),
         bf16_seconds=_gpu(bf16),
         host_seconds=_host(own, cuda_graphs),
         bf16_host_seconds=_host(bf16, cuda_graphs),
@@ -134,14 +135,14 @@ def _predicted(
 _known = lru_cache(maxsize=256)(_predicted)  # equal layers have one prediction
 
 
-def _gpu(steps: dict[Device, list[Step]], *, most: bool = False) -> dict[str, float]:
-    return {d.column: sum(s.seconds(d, most=most) for s in own) for d, own in steps.items()}
+def _gpu(steps: dict[Device, list[Step]]) -> dict[str, Range]:
+    return {d.column: total(s.seconds(d) for s in own) for d, own in steps.items()}
 
 
-def _host(steps: dict[Device, list[Step]], cuda_graphs: bool) -> dict[str, float]:
+def _host(steps: dict[Device, list[Step]], cuda_graphs: bool) -> dict[str, Range]:
     if cuda_graphs:
-        return {d.column: 0.0 for d in steps}
-    return {d.column: sum(s.host_seconds for s in own) for d, own in steps.items()}
+        return dict.fromkeys((d.column for d in steps), Range(0.0, 0.0))
+    return {d.column: total(s.host_seconds for s in own) for d, own in steps.items()}
 
 
 def _expression(size: Any) -> Any:

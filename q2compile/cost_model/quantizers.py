@@ -11,9 +11,12 @@ import json
 from dataclasses import dataclass
 from fractions import Fraction
 from importlib import resources
+from typing import Any
 
 import torch
 
+from q2compile.cost_model.ranges import Range
+from q2compile.cost_model.rates import ISSUED, PIPES, lanes
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
 from q2compile.runtime_kernels.cuda.quantize import plan
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
@@ -109,21 +112,27 @@ class Quantizer:
 
         Schemes with an exact global scale use the counts of their power-of-two variant, which
         differ by less than a twentieth. Swizzled scales change nothing."""
-        found = self._counted("instructions").get(architecture, 0.0)
+        found = self._counted("instructions", architecture)
         return found and found + self.dbias * DBIAS_INSTRUCTIONS[architecture]
 
-    def pipe_cycles(self, architecture: str) -> float:
-        """Cycles per element of the fullest pipe, at most; 0 if they were not counted. dbias adds
-        to the FMA pipe."""
-        found = self._counted("fullest_pipe").get(architecture, 0.0)
-        return found and found + self.dbias * DBIAS_INSTRUCTIONS[architecture]
+    def pipe_cycles(self, architecture: str) -> dict[str, Range]:
+        """Cycles per element of each pipe; {} if they were not counted. dbias adds to the FMA
+        pipe."""
+        cycles: dict[str, Range] = {}
+        for pipe, counted_ in zip(PIPES, self._counted("pipes", architecture) or (), strict=False):
+            found = counted_ + self.dbias * DBIAS_INSTRUCTIONS[architecture] * (pipe is PIPES[0])
+            each, _ = lanes(pipe.measured, architecture)
+            more = ISSUED * found / each
+            cycles[pipe.name] = cycles.get(pipe.name, Range(0.0, 0.0)) + more
+        return cycles
 
-    def _counted(self, what: str) -> dict[str, float]:
+    def _counted(self, what: str, architecture: str) -> Any:
         spec = self.spec
         scheme = spec.with_form(spec.form if spec.dequantized else "").name
         source = self.source if self.source == BF16 else get_scheme(self.source).format
         keys = ((self.kind, name, self.transform, source) for name in (scheme, _pow2(scheme)))
-        return next((counted(what)[key] for key in keys if key in counted(what)), {})
+        rows = (counted()[key][what] for key in keys if key in counted())
+        return next(rows, {}).get(architecture, 0.0)
 
 
 @functools.cache
@@ -147,11 +156,11 @@ def _pow2(scheme: str) -> str:
 
 
 @functools.cache
-def counted(what: str = "instructions") -> dict[tuple[str, str, str, str], dict[str, float]]:
-    """(kind, scheme, transform, format of the source) -> architecture -> instructions, or cycles of
-    the "fullest_pipe"."""
+def counted() -> dict[tuple[str, str, str, str], dict[str, dict[str, Any]]]:
+    """(kind, scheme, transform, format of the source) -> "instructions" and "pipes", by
+    architecture."""
     text = resources.files(__package__).joinpath("instructions.json").read_text(encoding="utf-8")
     return {
-        (row["kind"], row["scheme"], row["transform"], row["source"]): row[what]
+        (row["kind"], row["scheme"], row["transform"], row["source"]): row
         for row in json.loads(text)["counts"]
     }

@@ -20,6 +20,7 @@ from q2compile.cost_model.devices import (
     Device,
 )
 from q2compile.cost_model.quantizers import HIGH, Quantizer
+from q2compile.cost_model.ranges import Range, longest
 
 FUSED, CALL, TORCH, DISPATCHED = "fused", "call", "torch", "dispatched"
 
@@ -52,39 +53,40 @@ class Step:
     reach: float = 1.0
     fused: Mapping[str, float] = field(default_factory=dict)
 
-    def seconds(self, device: Device, *, most: bool = False) -> float:
-        """Seconds of the GPU: at least, or at most, where something is not known.
+    def seconds(self, device: Device) -> Range:
+        """Seconds of the GPU.
 
-        Not known is what the fullest pipe reaches (`devices.PIPE_SHARE`), and how many of the added
-        instructions are issued while the producer of x, which reads and writes as much as x has,
-        waits for memory: all that fit in that time, or none."""
+        Not known are the ranges of `devices`, and how many of the added instructions are issued
+        while the producer of x, which reads and writes as much as x has, waits for memory: at the
+        low end all that fit in that time, at the high end none."""
         bandwidth = 8 * device.bandwidth * MEMORY_SHARE
-        times = [
-            self.flops / device.gemms[self.kind].reached,
-            self.bits / (bandwidth * self.reach),
+        product = float(self.flops) / device.gemms[self.kind].reached
+        times: list[Range | float] = [
+            product.reversed if self.kind == "bf16" else product,
+            float(self.bits) / (bandwidth * self.reach),
         ]
         if self.quantizer is not None:
             draws = self.quantizer.spec.rounding == "sr"
             share = ISSUE_SHARE_OF_RANDOM_BITS if draws else ISSUE_SHARE
             issued = self.elements * self.quantizer.instructions(device.architecture)
             times.append(issued / (device.issue * share))
-            if most:
-                cycles = self.elements * self.quantizer.pipe_cycles(device.architecture)
-                times.append(cycles / (device.issue * PIPE_SHARE))
+            for cycles in self.quantizer.pipe_cycles(device.architecture).values():
+                times.append(cycles * (self.elements / (device.issue * PIPE_SHARE)))
         if self.fused:
-            issued = self.elements * self.fused[device.architecture] / (device.issue * ISSUE_SHARE)
-            times.append(issued - (0 if most else 2 * HIGH * self.elements / bandwidth))
-        own = float(max(times)) + float(self.bits_before / bandwidth)
+            issued = self.elements * self.fused[device.architecture]
+            hidden = 2.0 * HIGH * self.elements / bandwidth
+            times.append(issued / (device.issue * ISSUE_SHARE) + Range(-hidden.low, 0.0))
+        own = longest(*times) + float(self.bits_before) / bandwidth
         return (own + self.launches * LAUNCH_SECONDS) / self.shared_by
 
     @property
-    def host_seconds(self) -> float:
+    def host_seconds(self) -> Range:
         """Seconds of the host, without CUDA graphs."""
         more = self.launches - 1
         of_call = HOST_CALL + (self.launches - 2) * HOST_LAUNCH
         each = {
-            FUSED: of_call if self.launches else 0.0,
-            CALL: of_call if self.launches else 0.0,
+            FUSED: of_call * bool(self.launches),
+            CALL: of_call * bool(self.launches),
             TORCH: self.launches * HOST_TORCH,
             DISPATCHED: HOST_DISPATCHED + more * HOST_LAUNCH,
         }

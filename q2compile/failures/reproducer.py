@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from torch import fx
 
 from q2compile import __version__
-from q2compile.config import Config
+from q2compile.config import Config, changed_options
 from q2compile.graph.storages import hint_of
 from q2compile.torch_internals.dynamo import parameter_of
 
@@ -87,14 +86,8 @@ def _in_docstring(text: str) -> str:
 
 def _options(config: Config) -> str:
     """The changed options as a literal, without those that say how to handle a failure."""
-    default = Config()
-    options = {
-        f.name: _plain(getattr(config, f.name))
-        for f in fields(config)
-        if f.name not in ("dump", "on_error")
-        and getattr(config, f.name) != getattr(default, f.name)
-    }
-    return repr(options)
+    changed = changed_options(config).items()
+    return repr({name: _plain(v) for name, v in changed if name not in ("dump", "on_error")})
 
 
 def _plain(value: Any) -> Any:
@@ -195,7 +188,7 @@ def _variable(node: fx.Node) -> str:
 
 
 def _tensor(value: torch.Tensor) -> str:
-    shape, stride = ([_number(n) for n in sizes] for sizes in (value.shape, value.stride()))
+    shape, stride = ([hint_of(n, 1) for n in sizes] for sizes in (value.shape, value.stride()))
     parts = [str(value.dtype), *map(str, shape)]
     if stride != list(torch.empty(shape, device="meta").stride()):
         parts.append(f"stride={tuple(stride)}")
@@ -204,7 +197,3 @@ def _tensor(value: torch.Tensor) -> str:
     if value.requires_grad:
         parts.append("requires_grad=True")
     return f"tensor({', '.join(parts)})"
-
-
-def _number(n: Any) -> int:
-    return hint_of(n, 1)

@@ -102,10 +102,7 @@ def dequantized(saved: SavedCodes) -> Tensor:
 
 
 class OneWeight:
-    """How the GEMMs of a layer multiply: here, all rows with one weight.
-
-    `q2compile.linear.experts` has the other kind, a weight for each group of rows.
-    """
+    """How the GEMMs of a layer multiply: here, all rows with one weight."""
 
     def columnwise(
         self, gemm_name: str, x: Tensor, operand: Operand, seed: Tensor | None, rng_offset: int
@@ -166,6 +163,83 @@ class InGroups(OneWeight):
         self, gemm_name: str, saved: SavedCodes, operand: Operand, seed: Tensor | None
     ) -> Sequence[Tensor]:
         return _requantize(saved, operand, seed, **(self.ends if gemm_name == "wgrad" else {}))
+
+
+_AMAX_OF_SCALE = 225.0  # fp8 takes the global scale 1 for an amax above 224 and up to 448
+
+
+class Grouped(InGroups):
+    """x's rows up to offs[0] with the first of the weights, those up to offs[1] with the next.
+
+    The weights are one matrix [E * N, K], and so are their gradients."""
+
+    def __init__(self, offs: Tensor, padded_offs: Tensor) -> None:
+        super().__init__(offs, padded_offs)
+        self.experts = offs.shape[0]
+
+    def columnwise(
+        self, gemm_name: str, x: Tensor, operand: Operand, seed: Tensor | None, rng_offset: int
+    ) -> Sequence[Tensor]:
+        x = self._padded(x, operand) if gemm_name == "dgrad" else x
+        return super().columnwise(gemm_name, x, operand, seed, rng_offset)
+
+    def requantized(
+        self, gemm_name: str, saved: SavedCodes, operand: Operand, seed: Tensor | None
+    ) -> Sequence[Tensor]:
+        if gemm_name == "dgrad":
+            codes, scales, global_scale = saved.codes
+            padded = self._padded(codes, operand), self._padded(scales, operand), global_scale
+            saved = saved._replace(codes=padded)
+        return super().requantized(gemm_name, saved, operand, seed)
+
+    def transposed(self, gemm_name: str, saved: SavedCodes) -> Sequence[Tensor]:
+        if gemm_name == "dgrad":
+            return super().transposed(gemm_name, saved)
+        # Groups apart: quantized again, from an amax for which the global scale stays what it is.
+        # So do the codes, and the partitioner has no other output to save from the forward.
+        _, *scales = saved.codes
+        codes, *_ = torch.ops.q2.quantize(
+            dequantized(saved),
+            scheme=saved.scheme,
+            transform="none",
+            rowwise=False,
+            columnwise=True,
+            amax=scales[-1] * _AMAX_OF_SCALE,
+            rng_offset=1,
+            **self.ends,
+        )
+        return codes, *scales
+
+    def _padded(self, w: Tensor, operand: Operand) -> Tensor:
+        """The saved parts of w, its N rows per expert padded to whole blocks and chunks."""
+        unit = max(SCHEMES[operand.scheme].width, TRANSFORMS[operand.transform].size)
+        n = w.shape[0] // self.experts
+        wide = -(-n // unit) * unit
+        if n == wide:
+            return w
+        stored = w.view(torch.uint8) if w.element_size() == 1 else w  # few functions take fp8
+        apart = torch.nn.functional.pad(stored.unflatten(0, (self.experts, n)), (0, 0, 0, wide - n))
+        return apart.flatten(0, 1).view(w.dtype)
+
+    def gemm(
+        self,
+        gemm_name: str,
+        gemm: Gemm,
+        a: Sequence[Tensor],
+        b: Sequence[Tensor],
+        bias: Tensor | None,
+        dtype: Any,
+    ) -> Tensor:
+        offs = self.padded_offs if gemm_name == "wgrad" else self.offs
+        return torch.ops.q2.grouped_gemm(
+            *a, *b, offs, gemm.a.scheme, gemm.b.scheme, gemm_name, dtype
+        )
+
+    def plain(self, gemm_name: str, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+        if gemm_name == "wgrad":
+            return torch.ops.q2.grouped_mm(a.t(), b, self.offs).flatten(0, 1)
+        w = b.unflatten(0, (self.experts, -1))
+        return torch.ops.q2.grouped_mm(a, w.mT if gemm_name == "fprop" else w, self.offs)
 
 
 # From so many rows on one short chunk is too little of them for its bias to count: at most 6% of
@@ -312,84 +386,15 @@ def _backward_gemm(
     return torch.ops.aten.slice.Tensor(grad, 1, 0, columns)
 
 
-def forward(
-    ctx: Any,
-    product: OneWeight,
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    recipe: Recipe,
-    seed_index: int,
-    w_parts: Sequence[Tensor] = (),
-) -> tuple[Tensor, Saved]:
-    """y and what to save, for an autograd.Function whose first inputs are x, w and bias.
-
-    w_parts: what `quantize_weight` makes of w, where it has been made before.
-    """
-    with layouts_without_guards(x.shape[0]):
-        return _forward(ctx, product, x, w, bias, recipe, seed_index, w_parts)
-
-
-def _forward(
-    ctx: Any,
-    product: OneWeight,
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    recipe: Recipe,
-    seed_index: int,
-    w_parts: Sequence[Tensor],
-) -> tuple[Tensor, Saved]:
-    made, saved = Saved(x=x, w=w), Saved()
-    ctx.needs_x, ctx.needs_w, *_ = ctx.needs_input_grad
-    ctx.recipe, ctx.columns, ctx.seed_indices = (
-        recipe,
-        w.shape[1],
-        (2 * seed_index, 2 * seed_index + 1),
-    )
-    wanted = {"dgrad": (ctx.needs_x, w), "wgrad": (ctx.needs_w, x)}
-    seeds = {
-        name: _seed_ahead(recipe, name, anchor, own_index)
-        for (name, (needed, anchor)), own_index in zip(
-            wanted.items(), ctx.seed_indices, strict=True
-        )
-        if needed
-    }
-    if recipe.fprop is None:
-        y = product.plain("fprop", x, w, bias)
-    else:
-        qx = _put_forward_parts(made, "x", forward_parts(x, recipe.fprop.a))
-        count = 3 + SCHEMES[recipe.fprop.b.scheme].masked
-        parts = w_parts[:count] or forward_parts(w, recipe.fprop.b)
-        qw = _put_forward_parts(made, "w", parts)
-        if transposed := w_parts[count:]:
-            made.put_codes("dgrad.w", (*transposed, qw[2]))
-        y = product.gemm("fprop", recipe.fprop, qx, qw, bias, x.dtype)
-    for name, seed in seeds.items():
-        _keep(product, recipe, name, made, saved, seed)
-    return y, saved
-
-
-def backward(
-    ctx: Any, product: OneWeight, dy: Tensor, saved: Saved
-) -> tuple[Tensor | None, Tensor | None]:
-    """dx and dw, None for the one that nobody needs."""
-    dx = dw = None
-    # Under autocast a GEMM in high precision would have the dtype of that.
-    with layouts_without_guards(dy.shape[0]), without_autocast(dy.device.type):
-        if ctx.needs_x:
-            dx = _backward_gemm(
-                product, ctx.recipe, "dgrad", dy, saved, ctx.columns, ctx.seed_indices[0]
-            )
-        if ctx.needs_w:
-            dw = _backward_gemm(
-                product, ctx.recipe, "wgrad", dy, saved, ctx.columns, ctx.seed_indices[1]
-            )
-    return dx, dw
+def _ends(offs: Tensor, recipe: Recipe) -> Saved:
+    # FP8's wgrad has no empty group: grouped products on FP8 tensor cores contract none.
+    filled = recipe.wgrad is not None and SCHEMES[recipe.wgrad.a.scheme].is_tensorwise
+    return Saved(offs=offs, padded_offs=torch.ops.q2.padded_ends(offs, filled))
 
 
 class LinearFunction(torch.autograd.Function):
-    """x [T, K], w [N, K], bias [N] or None, one floating dtype -> y [T, N] of that dtype."""
+    """x [T, K], w [N, K], bias [N] or None, one floating dtype -> y [T, N] of that dtype. For
+    experts w is [E * N, K], and offs int32 [E] are the ends of their rows; else offs is None."""
 
     @staticmethod
     def forward(
@@ -397,23 +402,58 @@ class LinearFunction(torch.autograd.Function):
         x: Tensor,
         w: Tensor,
         bias: Tensor | None,
+        offs: Tensor | None,
         recipe: Recipe,
         seed_index: int,
         *w_parts: Tensor,
     ) -> Tensor:
-        y, saved = forward(ctx, of_rows(x, recipe), x, w, bias, recipe, seed_index, w_parts)
+        """w_parts: what `quantize_weight` makes of w, where it has been made before."""
+        ctx.recipe, ctx.columns = recipe, w.shape[1]
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.seed_indices = {"dgrad": 2 * seed_index, "wgrad": 2 * seed_index + 1}
+        needs_x, needs_w, *_ = ctx.needs_input_grad
+        made, saved = Saved(x=x, w=w), Saved() if offs is None else _ends(offs, recipe)
+        with layouts_without_guards(x.shape[0]):
+            product = of_rows(x, recipe) if offs is None else Grouped(**saved)
+            wanted = {"dgrad": (needs_x, w), "wgrad": (needs_w, x)}
+            seeds = {
+                name: _seed_ahead(recipe, name, anchor, ctx.seed_indices[name])
+                for name, (needed, anchor) in wanted.items()
+                if needed
+            }
+            if recipe.fprop is None:
+                y = product.plain("fprop", x, w, bias)
+            else:
+                qx = _put_forward_parts(made, "x", forward_parts(x, recipe.fprop.a))
+                count = 3 + SCHEMES[recipe.fprop.b.scheme].masked
+                parts = w_parts[:count] or forward_parts(w, recipe.fprop.b)
+                qw = _put_forward_parts(made, "w", parts)
+                if transposed := w_parts[count:]:
+                    made.put_codes("dgrad.w", (*transposed, qw[2]))
+                y = product.gemm("fprop", recipe.fprop, qx, qw, bias, x.dtype)
+            for name, seed in seeds.items():
+                _keep(product, recipe, name, made, saved, seed)
         ctx.save_for_backward(*saved.values())
         ctx.names = tuple(saved)
-        ctx.needs_bias = ctx.needs_input_grad[2]
-        ctx.bias_dtype = None if bias is None else bias.dtype
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         saved = Saved(zip(ctx.names, ctx.saved_tensors, strict=True))
-        dx, dw = backward(ctx, of_rows(dy, ctx.recipe), dy, saved)
-        dbias = None
-        if ctx.needs_bias:
-            dbias = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return dx, dw, dbias, *(None for _ in ctx.needs_input_grad[3:])
+        grads: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+        # Under autocast a GEMM in high precision would have the dtype of that.
+        with layouts_without_guards(dy.shape[0]), without_autocast(dy.device.type):
+            if "offs" in saved:
+                product: OneWeight = Grouped(saved["offs"], saved["padded_offs"])
+            else:
+                product = of_rows(dy, ctx.recipe)
+            for i, name in enumerate(("dgrad", "wgrad")):
+                if ctx.needs_input_grad[i]:
+                    index = ctx.seed_indices[name]
+                    grads[i] = _backward_gemm(
+                        product, ctx.recipe, name, dy, saved, ctx.columns, index
+                    )
+        if ctx.needs_input_grad[2]:
+            grads[2] = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        return tuple(grads)

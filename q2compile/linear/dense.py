@@ -53,7 +53,7 @@ def linear(
 
     def local_linear(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
-        y = LinearFunction.apply(flat, w, bias, recipe, seed_index, *(codes or ()))
+        y = LinearFunction.apply(flat, w, bias, None, recipe, seed_index, *(codes or ()))
         return y.reshape(*x.shape[:-1], w.shape[0])
 
     with without_autocast(x.device.type):

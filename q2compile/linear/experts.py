@@ -24,131 +24,16 @@ by more than that, and every kernel for a single matrix takes one scale."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from q2compile.linear.autocast import cast
-from q2compile.linear.autograd import (
-    InGroups,
-    Saved,
-    SavedCodes,
-    backward,
-    dequantized,
-    forward,
-)
-from q2compile.recipes.recipe import Gemm, Operand, Recipe, parse
-from q2compile.runtime_kernels.numerics.schemes import SCHEMES
-from q2compile.runtime_kernels.numerics.transforms import TRANSFORMS
+from q2compile.linear.autograd import LinearFunction
+from q2compile.recipes.recipe import parse
 
 _library = torch.library.Library("q2", "FRAGMENT")
-_AMAX_OF_SCALE = 225.0  # fp8 takes the global scale 1 for an amax above 224 and up to 448
 _TEXTS = "str fprop, str dgrad, str wgrad, int seed_index, Tensor[]? codes=None"
-
-
-class Grouped(InGroups):
-    """x's rows up to offs[0] with the first of the weights, those up to offs[1] with the next.
-
-    The weights are one matrix [E * N, K], and so are their gradients."""
-
-    def __init__(self, offs: Tensor, padded_offs: Tensor) -> None:
-        super().__init__(offs, padded_offs)
-        self.experts = offs.shape[0]
-
-    def columnwise(
-        self, gemm_name: str, x: Tensor, operand: Operand, seed: Tensor | None, rng_offset: int
-    ) -> Sequence[Tensor]:
-        x = self._padded(x, operand) if gemm_name == "dgrad" else x
-        return super().columnwise(gemm_name, x, operand, seed, rng_offset)
-
-    def requantized(
-        self, gemm_name: str, saved: SavedCodes, operand: Operand, seed: Tensor | None
-    ) -> Sequence[Tensor]:
-        if gemm_name == "dgrad":
-            codes, scales, global_scale = saved.codes
-            padded = self._padded(codes, operand), self._padded(scales, operand), global_scale
-            saved = saved._replace(codes=padded)
-        return super().requantized(gemm_name, saved, operand, seed)
-
-    def transposed(self, gemm_name: str, saved: SavedCodes) -> Sequence[Tensor]:
-        if gemm_name == "dgrad":
-            return super().transposed(gemm_name, saved)
-        # Groups apart: quantized again, from an amax for which the global scale stays what it is.
-        # So do the codes, and the partitioner has no other output to save from the forward.
-        _, *scales = saved.codes
-        codes, *_ = torch.ops.q2.quantize(
-            dequantized(saved),
-            scheme=saved.scheme,
-            transform="none",
-            rowwise=False,
-            columnwise=True,
-            amax=scales[-1] * _AMAX_OF_SCALE,
-            rng_offset=1,
-            **self.ends,
-        )
-        return codes, *scales
-
-    def _padded(self, w: Tensor, operand: Operand) -> Tensor:
-        """The saved parts of w, its N rows per expert padded to whole blocks and chunks."""
-        unit = max(SCHEMES[operand.scheme].width, TRANSFORMS[operand.transform].size)
-        n = w.shape[0] // self.experts
-        wide = -(-n // unit) * unit
-        if n == wide:
-            return w
-        stored = w.view(torch.uint8) if w.element_size() == 1 else w  # few functions take fp8
-        apart = torch.nn.functional.pad(stored.unflatten(0, (self.experts, n)), (0, 0, 0, wide - n))
-        return apart.flatten(0, 1).view(w.dtype)
-
-    def gemm(
-        self,
-        gemm_name: str,
-        gemm: Gemm,
-        a: Sequence[Tensor],
-        b: Sequence[Tensor],
-        bias: Tensor | None,
-        dtype: Any,
-    ) -> Tensor:
-        offs = self.padded_offs if gemm_name == "wgrad" else self.offs
-        return torch.ops.q2.grouped_gemm(
-            *a, *b, offs, gemm.a.scheme, gemm.b.scheme, gemm_name, dtype
-        )
-
-    def plain(self, gemm_name: str, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-        if gemm_name == "wgrad":
-            return torch.ops.q2.grouped_mm(a.t(), b, self.offs).flatten(0, 1)
-        w = b.unflatten(0, (self.experts, -1))
-        return torch.ops.q2.grouped_mm(a, w.mT if gemm_name == "fprop" else w, self.offs)
-
-
-class GroupedLinearFunction(torch.autograd.Function):
-    """x [T, K], w [E * N, K], one floating dtype, offs int32 [E] -> y [T, N] of that dtype."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        w: Tensor,
-        offs: Tensor,
-        recipe: Recipe,
-        seed_index: int,
-        *w_parts: Tensor,
-    ) -> Tensor:
-        # FP8's wgrad has no empty group: grouped products on FP8 tensor cores contract none.
-        filled = recipe.wgrad is not None and SCHEMES[recipe.wgrad.a.scheme].is_tensorwise
-        padded_offs = torch.ops.q2.padded_ends(offs, filled)
-        y, saved = forward(ctx, Grouped(offs, padded_offs), x, w, None, recipe, seed_index, w_parts)
-        ctx.save_for_backward(offs, padded_offs, *saved.values())
-        ctx.names = tuple(saved)
-        return y
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        offs, padded_offs, *tensors = ctx.saved_tensors
-        saved = Saved(zip(ctx.names, tensors, strict=True))
-        dx, dw = backward(ctx, Grouped(offs, padded_offs), dy, saved)
-        return dx, dw, *(None for _ in ctx.needs_input_grad[2:])
 
 
 def grouped_linear(
@@ -168,7 +53,8 @@ def grouped_linear(
     w [E * N, K]. Autocast casts nothing, as it casts nothing for torch._grouped_mm.
     """
     recipe, offs = parse(fprop, dgrad, wgrad), offs.to(torch.int32)
-    return GroupedLinearFunction.apply(x, w.flatten(0, 1), offs, recipe, seed_index, *(codes or ()))
+    w = w.flatten(0, 1)
+    return LinearFunction.apply(x, w, None, offs, recipe, seed_index, *(codes or ()))
 
 
 def batched_linear(

@@ -35,31 +35,22 @@ from q2compile.errors import ConfigError
 from q2compile.torch_internals.dynamo import ASYNC_INPUTS_KEEP_GRADIENTS
 from q2compile.torch_internals.private_names import AsyncCollectiveTensor
 
-
-@dataclass(frozen=True)
-class _Row:
-    """One mesh dimension of a plan: what x and bias must be there, what the results are."""
-
-    x: Placement
-    bias: Placement
-    y: Placement
-    grad_x: Placement
-    grad_w: Placement
-    grad_bias: Placement
+# For one mesh dimension: what x and bias must be there, y, the gradients of x, w and bias.
+_Row = tuple[Placement, Placement, Placement, Placement, Placement, Placement]
 
 
 def _row(x: Placement, w: Placement, last: int) -> _Row | str:
     """The row of the table for one mesh dimension, or why there is none. last: x's K."""
     if w == Shard(0):
-        return _Row(Replicate(), w, Shard(last), Partial(), w, w)
+        return Replicate(), w, Shard(last), Partial(), w, w
     if w == Shard(1):
-        return _Row(Shard(last), Replicate(), Partial(), Shard(last), w, Replicate())
+        return Shard(last), Replicate(), Partial(), Shard(last), w, Replicate()
     if not w.is_replicate():
         return f"the weight is a DTensor placed {w}: Shard(0), Shard(1) and Replicate are taken"
     if x.is_replicate():
-        return _Row(*[Replicate()] * 6)
+        return (Replicate(),) * 6
     if type(x) is Shard and x.dim != last:
-        return _Row(x, Replicate(), x, x, Partial(), Partial())
+        return x, Replicate(), x, x, Partial(), Partial()
     return (
         f"the weight is replicated and the activation placed {x}: it is taken when the activation "
         "is replicated or sharded on a batch or sequence dimension"
@@ -97,9 +88,8 @@ class ShardingPlan:
             rows.append(row)
         if isinstance(bias, DTensor) and any(p.is_partial() for p in bias.placements):
             return f"the bias is a DTensor placed {bias.placements}: a pending sum"
-        columns = {name: tuple(getattr(r, name) for r in rows) for name in _Row.__annotations__}
         sizes = [n for n, p in zip(w.device_mesh.shape, w.placements, strict=True) if p == Shard(1)]
-        return cls(**columns, addends=math.prod(sizes))
+        return cls(*zip(*rows, strict=True), math.prod(sizes))
 
 
 class _Addend(torch.autograd.Function):

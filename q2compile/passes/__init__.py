@@ -21,7 +21,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, get_args
 
 from torch import fx
 
@@ -75,18 +76,6 @@ class PassConditions:
     seed: int | None = None
 
 
-def _always(wanted: PassConditions) -> bool:
-    return True
-
-
-def _nothing_more(wanted: PassConditions) -> tuple[Any, ...]:
-    return ()
-
-
-def _no_notes(graph: fx.Graph) -> list[str]:
-    return []
-
-
 @dataclass(frozen=True)
 class Pass:
     """One row of the table.
@@ -100,18 +89,12 @@ class Pass:
     name: str
     run: Callable[..., int]
     graph: Kind
-    when: Callable[[PassConditions], bool] = _always
-    takes: Callable[[PassConditions], tuple[Any, ...]] = _nothing_more
-    notes: Callable[[fx.Graph], list[str]] = _no_notes
+    when: Callable[[PassConditions], bool] = lambda wanted: True
+    takes: Callable[[PassConditions], tuple[Any, ...]] = lambda wanted: ()
+    notes: Callable[[fx.Graph], list[str]] = lambda graph: []
 
 
-def _joint(name: str, run: Callable[..., int], **more: Any) -> Pass:
-    return Pass(name, run, "joint", **more)
-
-
-def _post_grad(name: str, run: Callable[..., int], **more: Any) -> Pass:
-    return Pass(name, run, "post_grad", **more)
-
+_joint, _post_grad = (partial(Pass, graph=kind) for kind in get_args(Kind))
 
 PASSES: tuple[Pass, ...] = (
     _joint("anchor_seeds", anchor_seeds_pass),  # first: it says which ops are of the backward

@@ -12,7 +12,7 @@ from torch import fx
 
 from q2compile.graph.nodes import GEMM_OPS, is_q2, named_arguments, producer, q2_nodes
 from q2compile.graph.quantizers import quantizer_of
-from q2compile.graph.views import BITS, PART, PERMUTE, RESHAPE, kind_of
+from q2compile.graph.views import BITS, COPY, PART, PERMUTE, RESHAPE, kind_of
 from q2compile.runtime_kernels.ops.table import DEQUANTIZE, GATHER_ROWS, PARTS, SEED, TRANSPOSE
 
 _c10d = torch.ops._c10d_functional
@@ -128,7 +128,9 @@ def _operand(gemm: fx.Node, triple: Any, when: str) -> _OperandOrigin:
 def _shard(part: fx.Node) -> fx.Node:
     """This rank's codes or scales, of which ``part`` has gathered all ranks'."""
     collectives = (_c10d.wait_tensor.default, _c10d.all_gather_into_tensor.default)
-    views = BITS | PART | RESHAPE | PERMUTE  # in order, or parts along another dimension than 0
+    views = (
+        BITS | COPY | PART | RESHAPE | PERMUTE
+    )  # in order, or parts along another dimension than 0
     gathered, node = False, part
     while node.target in collectives or kind_of(node) & views:
         gathered |= node.target is collectives[1]

@@ -31,10 +31,11 @@ from torch.utils.data import get_worker_info
 from q2compile.capture.find_matmuls import UNREAD
 from q2compile.config import Config, resolved_policy
 from q2compile.cost_model.devices import present_device
+from q2compile.cost_model.ranges import over_bf16
 from q2compile.passes.record import PassRecord
 from q2compile.recipes.recipe import GEMMS
 from q2compile.report.row import Row, shape_text
-from q2compile.runtime_kernels.cuda.emulated import emulated
+from q2compile.runtime_kernels.registry import emulated
 from q2compile.torch_internals.dynamo import was_named
 from q2compile.torch_internals.ranks import process_rank
 
@@ -122,11 +123,9 @@ def slower(rows: Sequence[Row]) -> list[str]:
     if device is None or not all(device.column in row.predicted for row in taken) or not taken:
         return []
     times = [row.predicted[device.column] for row in taken]
-    own, bf16, host, gpu = (
-        sum(of[key] for of in times)
-        for key in ("microseconds", "bf16_microseconds", "host_microseconds", "gpu_microseconds")
-    )
-    if own <= SLOWER * bf16:
+    ratio = over_bf16(times)
+    host, gpu = (sum(of[f"{where}_microseconds"] for of in times) for where in ("host", "gpu"))
+    if ratio.middle <= SLOWER:
         return []
     in_fp4 = any(not row.fprop.startswith("fp8") for row in taken)
     if host > gpu:
@@ -139,8 +138,8 @@ def slower(rows: Sequence[Row]) -> list[str]:
         why = "the layers are too small"
         instead = 'options={"policy": {"*": "auto"}} leaves in BF16 what is slower'
     return [
-        f"on this {device.name} the quantized matmuls are predicted to take {own / bf16:.2g} times "
-        f"as long as in BF16, because {why}; {instead}"
+        f"on this {device.name} the quantized matmuls are predicted to take {ratio.text('.2g')} "
+        f"times as long as in BF16, because {why}; {instead}"
     ]
 
 

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.weak import WeakIdKeyDictionary
 
 from q2compile.cost_model.devices import ASSUMPTIONS, shown_devices
+from q2compile.cost_model.ranges import over_bf16
 from q2compile.report.graph_record import GraphRecord
 from q2compile.report.model_rows import layers, of_model
 from q2compile.report.printable import aligned, one_line, printable
 from q2compile.report.row import COLUMNS, Row, cells
 from q2compile.report.run_facts import RunFacts
-from q2compile.runtime_kernels.cpu import build
-from q2compile.runtime_kernels.cuda.emulated import emulated
-from q2compile.runtime_kernels.registry import left_out
+from q2compile.runtime_kernels.registry import emulated, left_out, preferences
 
 if TYPE_CHECKING:
     from q2compile.report.model_coverage import Coverage
@@ -87,7 +86,7 @@ class RunReport:
         # The graphs of one function know the same models, and say the same of them.
         known = dict.fromkeys(note for c in self._coverages for note in c.notes())
         on_gpu = any(row.device.startswith("cuda") for row in self.rows)
-        notes = [*left_out(), *(emulated() if on_gpu else ()), *build.reasons(), *known]
+        notes = [*left_out(), *(emulated() if on_gpu else ()), *preferences(), *known]
         return [*self.faults, *notes, *_predictions(of_model(row.to_json() for row in self.rows))]
 
     def close(self) -> None:
@@ -133,13 +132,10 @@ def _predictions(rows: list[dict[str, Any]]) -> list[str]:
     notes = [ASSUMPTIONS] if predicted else []
     if taken:
         devices = shown_devices(taken)
-        of_bf16 = []
-        for device in devices:
-            bf16, own = (
-                sum(times[device.column][key] for times in taken)
-                for key in ("bf16_microseconds", "microseconds")
-            )
-            of_bf16.append(f"{own / bf16:.2f} on {device.name}")
+        of_bf16 = [
+            f"{over_bf16(times[device.column] for times in taken).text()} on {device.name}"
+            for device in devices
+        ]
         columns = " and ".join(device.column for device in devices)
         notes.insert(
             0,

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from q2compile.cost_model.ranges import over_bf16
 from q2compile.recipes.recipe import Gemm
 
 # Columns of the text table; those of the devices with predictions stand before "why".
@@ -36,7 +37,8 @@ class Row:
     predicted     device -> {"time": divided by BF16's, "speed": the inverse, "microseconds",
                   "bf16_microseconds", "gpu_microseconds", "host_microseconds"}, from data sheets
                   (`cost_model`), for the quantizers and GEMMs only. "microseconds" is the longer of
-                  the GPU's and the host's
+                  the GPU's and the host's. All are halfway between the ends of what is known:
+                  "microseconds_low" over "bf16_microseconds_low", and likewise "_high"
     graph         number of the compiled graph; None for a linear that never reached the backend
     calls         GEMM -> op -> how often this matmul would call it if nothing were shared
     scope         the module whose code has the matmul, if there is no parameter to name it
@@ -117,9 +119,6 @@ def cells(row: Row) -> dict[str, str]:
         "recipe": row.recipe if row.taken else "",
         **gemms,
         "saved": saved_text(row),
-        **{
-            name: f"{times['microseconds'] / times['bf16_microseconds']:.2f}"
-            for name, times in row.predicted.items()
-        },
+        **{name: over_bf16([times]).text() for name, times in row.predicted.items()},
         "why": row.why or "; ".join(filter(None, (row.gathered, row.rounded))),
     }

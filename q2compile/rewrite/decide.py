@@ -26,7 +26,8 @@ from q2compile.torch_internals.dynamo import recompile_limit
 
 def with_prediction(row: Row, found: Matmul, recipe: Recipe, config: Config) -> Recipe:
     """Fill in what the cost model says of a matmul, and return its recipe. Under "auto" that is the
-    fastest of the policy's recipe, FP8 and BF16: of these, a later one is also more exact."""
+    fastest of the policy's recipe, FP8 and BF16, halfway between the ends of each prediction: of
+    these, a later one is also more exact."""
     if not recipe.quantizes:
         return recipe
     prediction = predict_matmul(found, recipe, config)
@@ -123,11 +124,10 @@ def _is_computed(x: fx.Node, matmuls: tuple[Any, ...]) -> bool:
 
 def why_left(prediction: Prediction, in_fp8: Prediction | None, device: Device) -> str:
     """Why "auto" leaves a layer in BF16; "" if it is taken."""
-    speed = prediction.speed(device)
-    if speed >= 1:
+    if prediction.speed(device) >= 1:
         return ""
-    other = f" ({1 / in_fp8.speed(device):.2f} in FP8)" if in_fp8 is not None else ""
+    other = f" ({in_fp8.over_bf16(device).text()} in FP8)" if in_fp8 is not None else ""
     at = ", ".join(f"{symbol} = {hint}" for symbol, hint in prediction.at.items())
     where = f" for {at}, the size it was compiled with" if at else ""
-    times = f"{1 / speed:.2f} times BF16's time{other} on {device.name}"
+    times = f"{prediction.over_bf16(device).text()} times BF16's time{other} on {device.name}"
     return f"auto: predicted to take {times}{where}"

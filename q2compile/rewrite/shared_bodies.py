@@ -22,6 +22,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from q2compile.graph.node_meta import SITE
+from q2compile.graph.nodes import is_q2, q2_nodes
 from q2compile.torch_internals.dynamo import called_graphs, copied, inner_graph
 
 _INVOKE = torch.ops.higher_order.invoke_subgraph
@@ -120,11 +121,7 @@ def share_bodies(calls: Iterable[BodyCall]) -> dict[int, int]:
 
 def _q2_nodes(body: fx.GraphModule) -> list[Any]:
     """The calls that `rewrite` inserted, in a fixed order. Their last argument is seed_index."""
-    return [n for gm in called_graphs(body) for n in gm.graph.nodes if _is_q2(n)]
-
-
-def _is_q2(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "q2"
+    return [n for gm in called_graphs(body) for n in q2_nodes(gm.graph)]
 
 
 def _site(node: fx.Node) -> str:
@@ -139,7 +136,7 @@ def _signature(body: fx.GraphModule) -> tuple[Any, ...]:
     for node in body.graph.nodes:
         inner = inner_graph(body, node)
         args = node.args
-        if _is_q2(node):
+        if is_q2(node):
             args = args[:-1]
         elif node.target is _INVOKE:
             args = (args[0], *args[2:])

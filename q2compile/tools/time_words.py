@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+from q2compile.cost_model.ranges import Range
 
-def time_words(ratio: float) -> str:
+
+def time_words(ratio: float | Range) -> str:
     """A time as a multiple of BF16's, in words."""
-    if ratio < 0.995:
-        return f"{ratio:.2f} times BF16's time (faster)"
-    if ratio < 1.005:
+    if not isinstance(ratio, Range):
+        ratio = Range(ratio, ratio)
+    ends = [-1 if end < 0.995 else int(end >= 1.005) for end in (ratio.low, ratio.high)]
+    if ends == [0, 0]:
         return "as long as BF16"
-    return f"{ratio:.{1 if ratio >= 2 else 2}f} times BF16's time (slower)"
+    how = {-2: " (faster)", 2: " (slower)"}.get(sum(ends), "")
+    return f"{ratio.text('.1f' if ratio.low >= 2 else '.2f')} times BF16's time{how}"

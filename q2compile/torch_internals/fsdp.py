@@ -13,8 +13,7 @@ methods, which `.to()` and `load_state_dict(assign=True)` lose with the tensor, 
 from __future__ import annotations
 
 import inspect
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
-from q2compile.torch_internals.storage import WithheldMemory
+from q2compile.torch_internals.storage import withheld_like
 
 # Its name from torch 2.13 on, where the older one warns.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -137,26 +136,14 @@ def local_part(t: Tensor) -> Tensor:
     return t._local_tensor if isinstance(t, DTensor) else t
 
 
-def ranks_of(record: Any) -> list[int]:
-    """All ranks that hold some of the parameter, or a replica of it."""
-    ranks: list[int] = record._spmd_mesh.mesh.flatten().tolist()
-    return ranks
-
-
 def names_of(record: Any) -> list[str]:
     """The parameter's names in the module that holds it."""
     return [record._module_info.param_name, *record._module_info.shared_param_names]
 
 
-def ranks_of_shards(record: Any) -> list[int]:
-    """The ranks that a gather of the parameter waits for; none if it is not sharded."""
-    group = getattr(record.mesh_info, "shard_process_group", None)
-    return [] if group is None else dist.get_process_group_ranks(group)
-
-
 def process_groups(record: Any) -> tuple[dist.ProcessGroup, tuple[dist.ProcessGroup, ...]]:
     """The ranks that hold the parameter's shards, and one group for each other dimension of the
-    mesh of `ranks_of`."""
+    mesh: replicas, tensor and expert parallel ranks."""
     own, mesh = record.mesh_info.shard_process_group, record._spmd_mesh
     groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
     return own, tuple(g for g in groups if g != own and g.size() > 1)
@@ -210,8 +197,8 @@ class Wire:
     before() returns what this rank sends, bytes [rows, n], and whether the values are to be
     gathered, too; None for the values alone. It is asked in each gather.
 
-    As long as the buffers alone are gathered, the parameter has memory whose reading raises
-    RuntimeError(message). FSDP2 has no hook for the moment at which it frees a parameter. But it
+    As long as the buffers alone are gathered, reading the parameter raises RuntimeError(message)
+    (`withheld_like`). FSDP2 has no hook for the moment at which it frees a parameter. But it
     asks each tensor that it frees for its storage, so the last of them is a `_WhenFreed`.
 
     FSDP2 puts values of shards along another dimension than 0 in order behind the gather, and can't
@@ -223,7 +210,7 @@ class Wire:
         self, record: Any, before: Callable[[], tuple[list[Tensor], bool] | None], message: str
     ) -> None:
         self._record, self._before, self._message = record, before, message
-        self._withheld: WithheldMemory | None = None
+        self._withheld: Tensor | None = None
         self._own: Tensor | None = None  # the parameter in its own memory, while it has the other
         self._values: list[Tensor] = []  # what FSDP2 gathers values into
         self._buffers: list[Tensor] = []  # what the ranks send is gathered into
@@ -252,7 +239,8 @@ class Wire:
                 setattr(local, name, partial(_copied_plain, local, name))
             parameter = gathered_parameter(self._record)
             if self._withheld is None and parameter is not None:
-                self._withheld = WithheldMemory(local_part(parameter), self._message)
+                like = local_part(parameter).detach()
+                self._withheld = withheld_like(like, self._message)
             if self._record.offload_to_cpu:
                 # FSDP2 looks the two up on a copy on the GPU, which has no attributes.
                 setattr(local, _MOVE, lambda *args, **kwargs: local)
@@ -317,7 +305,7 @@ class Wire:
             local = local_part(parameter)
             with torch.inference_mode(False):
                 self._own = local.data
-                local.data = self._withheld.tensor
+                local.data = self._withheld
 
     def _give_back(self) -> None:
         parameter = gathered_parameter(self._record)
@@ -325,12 +313,6 @@ class Wire:
             with torch.inference_mode(False):
                 local_part(parameter).data = self._own
             self._own = None
-        if self.was_read():
-            raise RuntimeError(self._message)
-
-    def was_read(self) -> bool:
-        """Whether the parameter was read without values since the last call (`WithheldMemory`)."""
-        return self._withheld is not None and self._withheld.was_read()
 
     def gather_values(self) -> None:
         """Where the buffers alone were gathered, gather the values as well: a collective, which
@@ -389,37 +371,3 @@ def _with_signature(method: Callable[..., Any]) -> Callable[..., Any]:
 
     asked.__signature__ = inspect.signature(asked)  # type: ignore[attr-defined]
     return asked
-
-
-def post(key: str, text: str) -> None:
-    """Let other ranks read ``text`` under ``key``, without a collective."""
-    if not _is_fake():
-        _store().set(f"q2compile/{key}/{dist.get_rank()}", text)
-
-
-def read_posts(
-    key: str, ranks: Sequence[int], seconds: float, sooner: Mapping[str, float]
-) -> dict[int, str | None]:
-    """The texts that ranks have posted under ``key``; None for those that have not after that time.
-    sooner: how long to wait for something else than these texts."""
-    store, began = _store(), time.monotonic()
-    found: dict[int, str | None] = {}
-    for rank in () if _is_fake() else ranks:
-        place = f"q2compile/{key}/{rank}"
-        while True:
-            text = store.get(place).decode() if store.check([place]) else None
-            limit = seconds if text is None else sooner.get(text, 0.0)
-            if time.monotonic() - began >= limit:
-                break
-            time.sleep(0.02)
-        found[rank] = text
-    return found
-
-
-def _is_fake() -> bool:
-    """Whether there are no other ranks: in a dry run, whose store holds nothing."""
-    return bool(dist.get_backend() == "fake")
-
-
-def _store() -> Any:
-    return dist.distributed_c10d._get_default_store()

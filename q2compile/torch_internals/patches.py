@@ -56,13 +56,9 @@ class Patch:
         return getattr(import_module(self.module), self.owner)
 
     def value(self) -> Any:
-        """The current attribute; the inherited one, if a class has none of its own."""
+        """The current attribute."""
         place = self.place()
         return place[self.key] if isinstance(place, dict) else getattr(place, self.key)
-
-    def is_inherited(self) -> bool:
-        place = self.place()
-        return not isinstance(place, dict) and self.key not in vars(place)
 
     def set(self, value: Any) -> None:
         place = self.place()
@@ -70,10 +66,6 @@ class Patch:
             place[self.key] = value
         else:
             setattr(place, self.key, value)
-
-    def unset(self) -> None:
-        """Have the class inherit the attribute again."""
-        delattr(self.place(), self.key)
 
 
 PATCHES = (
@@ -151,7 +143,6 @@ class _Installed:
 
     def __init__(self, patch: Patch) -> None:
         self.patch, self.original, self.live = patch, patch.value(), True
-        self.inherited = patch.is_inherited()
         original, replacement = self.original, _REPLACEMENTS[patch.name](self.original)
 
         @functools.wraps(original)
@@ -167,11 +158,7 @@ class _Installed:
         wraps ``value`` then goes on to call the original through it.
         """
         self.live = False
-        if self.patch.value() is not self.value:
-            return
-        if self.inherited:
-            self.patch.unset()
-        else:
+        if self.patch.value() is self.value:
             self.patch.set(self.original)
 
 

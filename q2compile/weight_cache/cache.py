@@ -45,14 +45,8 @@ it raises an error here.
 The option is off by default, because common code writes so, and stale codes raise no error: target
 networks are averaged by ``p.data.copy_``, and adversarial training adds to ``p.data`` between two
 backward passes of one step, so that not even the micro-batches of a step are safe. Nothing cheap
-tells:
-
-    a checksum reads the weight, which is most of the cost of quantizing it on a GPU, and the host
-        would wait for its result; a sample of elements misses a row;
-    torch's copy-on-write (_lazy_clone) would mark a storage until somebody takes its pointer to
-        write. On a CPU it sees ``p.data.add_`` and fused optimizers. But torch's foreach and fused
-        CUDA kernels write through const_data_ptr (MultiTensorApply.cuh, read in 2.13), which leaves
-        the mark, and record_stream ignores a marked storage.
+tells: a checksum reads the weight, which is most of the cost of quantizing it on a GPU, and torch's
+copy-on-write (_lazy_clone) does not see its foreach and fused CUDA kernels (2.13).
 """
 
 from __future__ import annotations

@@ -17,14 +17,12 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Collection, Iterator
+from contextlib import suppress
 from functools import partial
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
 
 from q2compile.capture.module_tree import named_modules, own_parameters
@@ -72,25 +70,6 @@ class EagerReaders:
         """True if a module of ``find()`` runs while the weights of ``home`` are gathered.
         is_kept: FSDP2 leaves them gathered after its forward."""
         return bool(found) and (is_kept or not self._inside[home].isdisjoint(found))
-
-
-class ReaderExchange:
-    """Tells all ranks of some process groups which weights are read on any of them. The host waits
-    for it, in a stream of its own: for the last collective of the backward before, and not for the
-    optimizer."""
-
-    def __init__(self, device: torch.device, groups: Sequence[Any]) -> None:
-        self._device, self._groups = device, groups
-        self._apart: Callable[[], Any] = nullcontext
-        if device.type == "cuda":
-            self._apart = partial(torch.cuda.StreamContext, torch.cuda.Stream(device))
-
-    def any_of(self, flags: list[bool]) -> list[bool]:
-        with self._apart():
-            found = torch.tensor(flags, dtype=torch.uint8).to(self._device)
-            for group in self._groups:
-                dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-            return list(map(bool, found.tolist()))
 
 
 def _names_a_weight(module: nn.Module) -> bool:

@@ -1,30 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks exchange facts about their sharded weights, in one collective per forward.
+"""Ranks exchange facts about their sharded weights, at the start of each forward.
 
 Ranks that gather different things hang, or read each other's bytes wrongly. So codes are gathered
 from the forward after the one in which all ranks have read the same codes of a weight:
 
     forward 1    values are gathered; graphs are compiled, and take codes made of the whole weight
-    forward 2    the maximum over the ranks of what each has read, and of minus that: equal, or not
-    forward 3    all ranks see that they agree, and gather codes, under a global scale of forward 3
+    forward 2    the maximum over the ranks of what each has read, and of minus that: if they are
+                 equal, all ranks gather codes from now on, under a global scale of this forward
 
 Different codes, or codes on one rank and values on another, are an error on all ranks, in the same
-forward and outside of any collective. A rank that has not read a weight yet has no vote. The result
-of one forward is looked at in the next, so that the host does not wait for the device.
+forward and outside of any collective. A rank that has not read a weight yet has no vote.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from q2compile.errors import ConfigError
-from q2compile.weight_cache import shard_codes
-from q2compile.weight_cache.eager_readers import ReaderExchange
 from q2compile.weight_cache.shard_batch import Graphs, ShardBatch
 from q2compile.weight_cache.sharded_weight import UNREAD, VALUES, RequestedCodes, ShardedWeight
 
@@ -41,87 +39,70 @@ class Votes:
 
     def __init__(self, weights: Sequence[ShardedWeight], group: Any, others: Sequence[Any]) -> None:
         self.weights, self._group, self._others = weights, group, others
-        self._counted: Tensor | None = None  # of the last forward, on the host
-        self._event: Any = None
+        self._device = weights[0].record.device
         self._agreed: list[RequestedCodes | None] = []  # of which there are batches
         self._batches: list[ShardBatch] = []
         self._graphs: Graphs = {}
-        self._readers = ReaderExchange(weights[0].record.device, (group, *others))
         self._were_read = [False] * len(weights)  # by eager code of any of the ranks
+        self._apart: Callable[[], Any] = nullcontext
+        if self._device.type == "cuda":
+            self._apart = partial(torch.cuda.StreamContext, torch.cuda.Stream(self._device))
 
     def begin(self) -> None:
         """Agree at the start of each forward, and quantize the shards of what is agreed on."""
-        self._adopt()
-        self._exchange_readers()
         votes = []
         for weight in self.weights:
             n = weight.number
-            votes += [n, -n if n != UNREAD else _LEAST, int(n == UNREAD)]
-        device = self.weights[0].record.device
-        own = torch.tensor(votes, dtype=torch.int32).to(device, non_blocking=True)
+            votes += [n, -n if n != UNREAD else _LEAST, n == UNREAD, weight.has_readers]
+        self._adopt(self._maxima(votes).view(-1, 4).tolist())
         found = [batch.agreement() for batch in self._batches if not batch.is_local]
-        both = torch.cat([own, *found])
-        dist.all_reduce(both, dist.ReduceOp.MAX, group=self._group)
-        counted, *agreed = both.split([len(own), *map(len, found)])
-        for group in self._others:
-            dist.all_reduce(counted, dist.ReduceOp.MAX, group=group)
-        self._look(counted)
-        of_batch = iter(agreed)
+        none = torch.empty(0, dtype=torch.int32, device=self._device)
+        both = torch.cat([none, *found])
+        if found:
+            dist.all_reduce(both, dist.ReduceOp.MAX, group=self._group)
+        agreed = iter(both.split([*map(len, found)]))
         for batch in self._batches:
-            batch.quantize(counted[:0] if batch.is_local else next(of_batch))
+            batch.quantize(none if batch.is_local else next(agreed))
 
-    def _by_weight(
-        self, counts: list[list[int]]
-    ) -> Iterator[tuple[ShardedWeight, bool, list[int]]]:
-        return zip(self.weights, self._were_read, counts, strict=True)
+    def _maxima(self, votes: list[int]) -> torch.Tensor:
+        """The maxima over all ranks. The host waits for them, in a stream of its own: for the last
+        collective of the backward before, and not for the optimizer."""
+        with self._apart():
+            found = torch.tensor(votes, dtype=torch.int32).to(self._device)
+            for group in (self._group, *self._others):
+                dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+            return found.cpu()
 
-    def _exchange_readers(self) -> None:
-        """Gather the values, too, of weights that eager code of any of the ranks may read."""
-        found = self._readers.any_of([weight.has_readers for weight in self.weights])
-        for i, weight in enumerate(self.weights):
-            if found[i]:
+    def _adopt(self, counts: list[list[int]]) -> None:
+        differ = []
+        for i, (weight, (most, least, _, readers)) in enumerate(
+            zip(self.weights, counts, strict=True)
+        ):
+            if readers:  # gather the values, too, which eager code of any of the ranks may read
                 self._were_read[i] = True
                 weight.bring_values()
-
-    def _batch(self) -> None:
-        """Sort the weights whose codes are agreed on by what FSDP2 gathers at once."""
-        by_group: dict[Any, list[ShardedWeight]] = {}
-        for weight in self.weights:
-            if weight.agreed is not None:
-                local = shard_codes.is_local(weight.agreed.operand)
-                by_group.setdefault((id(weight.group), local), []).append(weight)
-        self._batches = [ShardBatch(weights, self._graphs) for weights in by_group.values()]
-
-    def _look(self, counted: Tensor) -> None:
-        if counted.device.type == "cpu":
-            self._counted = counted.clone()
-            return
-        self._counted = torch.empty(counted.shape, dtype=counted.dtype, pin_memory=True)
-        self._counted.copy_(counted, non_blocking=True)
-        self._event = torch.cuda.Event()
-        self._event.record()
-
-    def _adopt(self) -> None:
-        if self._counted is None:
-            return
-        if self._event is not None:
-            self._event.synchronize()
-        counts = self._counted.view(-1, 3).tolist()
-        differ = []
-        for weight, was_read, (most, least, _) in self._by_weight(counts):
             # Dynamo has compiled a hook of one rank: that graph reads values.
-            is_allowed = was_read and -least == VALUES
+            is_allowed = self._were_read[i] and -least == VALUES
             if most != UNREAD and most != -least and not is_allowed:
                 differ.append(weight)
         if differ:
             raise ConfigError(_differ(differ))
-        for weight, _, (most, least, unread) in self._by_weight(counts):
+        for weight, (most, least, unread, _) in zip(self.weights, counts, strict=True):
             if most != UNREAD and not unread:
                 weight.adopt(-least)
         agreed = [weight.agreed for weight in self.weights]
         if agreed != self._agreed:
             self._agreed = agreed
             self._batch()
+
+    def _batch(self) -> None:
+        """Sort the weights whose codes are agreed on by what FSDP2 gathers at once."""
+        by_group: dict[Any, list[ShardedWeight]] = {}
+        for weight in self.weights:
+            if weight.agreed is not None:
+                key = id(weight.group), weight.agreed.is_local
+                by_group.setdefault(key, []).append(weight)
+        self._batches = [ShardBatch(weights, self._graphs) for weights in by_group.values()]
 
 
 def _differ(weights: Sequence[ShardedWeight]) -> str:

@@ -17,9 +17,10 @@ def gather_codes(model: nn.Module) -> int:
     """Have FSDP2 all-gather the 4-bit codes of ``model``'s weights, with their block scales,
     instead of bf16 or fp32 values; return how many parameters it may do that for.
 
-    Call it on all ranks, after `torch.distributed.fsdp.fully_shard`, on the model or on a part of
-    it, before or after ``compile``. After the first step, the call makes torch compile all graphs
-    again (`torch.compiler.reset`). A second call on the same model changes nothing.
+    Call it on all ranks, at the same place, because it is a collective; after
+    `torch.distributed.fsdp.fully_shard`, on the model or on a part of it, before or after
+    ``compile``. After the first step, the call makes torch compile all graphs again
+    (`torch.compiler.reset`). A second call on the same model changes nothing.
 
         for layer in model.layers:
             layer.compile(backend="quartet2")
@@ -31,9 +32,9 @@ def gather_codes(model: nn.Module) -> int:
     A rank quantizes its shard and sends 0.5625 bytes per element, instead of 2 in bf16 and 4 in
     fp32 (``nvfp4``: 0.504, because its blocks are 16x16; ``quartet``: 0.656, with the trust mask).
     The gathered codes are inputs of the compiled graph. Nothing is quantized twice, so losses,
-    gradients and weights keep their bits: `q2compile.weight_cache.shard_codes` has the argument.
-    Each forward of the model has two more collectives, maxima of 1 and of 16 bytes per weight, and
-    two more for each further dimension of the mesh (HSDP, tensor parallel). The host waits for the
+    gradients and weights keep their bits: `runtime_kernels.numerics.shards` has the argument.
+    Each forward of the model has two more collectives, maxima of 16 and of 4 bytes per weight, and
+    one more for each further dimension of the mesh (HSDP, tensor parallel). The host waits for the
     first.
 
     Graphs that take codes are compiled without CUDA graphs, and the report says so. Under
@@ -51,7 +52,7 @@ def gather_codes(model: nn.Module) -> int:
 
     Values are gathered as before, and the report's column "why" says so,
 
-        in the first two forwards, until all ranks have read the same codes (`exchange`);
+        in the first forward, until all ranks have read the same codes (`exchange`);
         if something other than such a layer reads the weight, in the graph or by a policy;
         if the weight is tied, on one rank only, or fp16, or a DTensor whose parts differ in size;
         if shards do not hold whole blocks: with 16x16 (or 32x32) blocks, if a rank's rows are not a
@@ -66,8 +67,8 @@ def gather_codes(model: nn.Module) -> int:
     their modules show the shards. Values are gathered beside codes where a module has a hook on any
     rank, or a forward that is not compiled and names a weight inside it, also in a function that it
     names (`eager_readers`); a warning says so. Other code that is not compiled and reads a weight
-    in the middle of the model's forward or backward gets a RuntimeError, from the op that reads or
-    at the end of the forward. It should read in a hook, before or after the forward, or be
+    in the middle of the model's forward or backward gets a RuntimeError from the op that reads (NaN
+    in a torch built without CUDA). It should read in a hook, before or after the forward, or be
     compiled.
 
     This is a function and not an option of the backend, because options belong to one compiled part
@@ -75,9 +76,9 @@ def gather_codes(model: nn.Module) -> int:
     different options could not find that out before they wait for each other.
 
     Raises:
-        ConfigError, a ValueError: ``model`` has no module under fully_shard. Later, in a forward:
-            a rank has not called gather_codes, or called it on another model, or ranks take
-            different codes of a weight. All ranks raise it, and none hangs.
+        ConfigError, a ValueError: ``model`` has no module under fully_shard, or ranks have called
+            it on different models. Later, in a forward: ranks take different codes of a weight. All
+            ranks raise it, and none hangs.
     """
     model = unwrapped(model)
     roots = list(_roots(model, ""))

@@ -8,7 +8,7 @@ it. A weight that is read is gathered as values, and what calls the graph sees t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,18 +18,19 @@ from q2compile.capture.module_names import site_name
 from q2compile.graph.views import example
 from q2compile.report.row import Row
 from q2compile.torch_internals import fsdp
-from q2compile.torch_internals.dynamo import compiling_apart, copied, parameter_of
+from q2compile.torch_internals.dynamo import copied, parameter_of
 from q2compile.weight_cache.cache import CodesLayout
-from q2compile.weight_cache.gatherer import check_all_called
+from q2compile.weight_cache.gatherer import note_graph_without_codes
 from q2compile.weight_cache.graph_inputs import (
+    CompileForm,
     Inputs,
     Site,
+    final_readers,
     form_of,
-    is_checkpoint,
     is_linear,
     is_seen_through,
+    maker,
     recipe_of,
-    region_of,
     views_of,
 )
 from q2compile.weight_cache.sharded_weight import RequestedCodes, ShardedWeight, sharded_weight
@@ -44,7 +45,6 @@ class GatheredInputs:
     """
 
     def __init__(self, gm: fx.GraphModule, root: nn.Module | None) -> None:
-        check_all_called(root)
         self.weights: dict[int, ShardedWeight] = {}
         self.why: dict[int, str] = {}
         for place, node in enumerate(gm.graph.find_nodes(op="placeholder")):
@@ -52,6 +52,8 @@ class GatheredInputs:
             if weight is not None:
                 self.weights[place] = weight
                 self.why[place] = weight.why or _why_read(gm, node, weight)
+        if root is not None and not self.weights:
+            note_graph_without_codes(root)
 
     def __bool__(self) -> bool:
         return bool(self.weights)
@@ -80,16 +82,14 @@ class GatheredInputs:
         own = copied(gm)  # Dynamo goes on to read the inputs of its own
         places = enumerate(own.graph.find_nodes(op="placeholder"))
         inputs = Inputs(own, {n: i for i, n in places if self.why.get(i) == ""})
-        inputs.rewrite()
-        codes = [example(node) for parts in inputs.sites.values() for node in parts]
-        return own, [*example_inputs, *codes], list(inputs.sites)
+        return own, [*example_inputs, *map(example, inputs.rewrite())], list(inputs.sites)
 
     def with_codes(
         self,
         compiled: Callable[..., Any],
         sites: Sequence[Site],
         example_inputs: Sequence[Any],
-        compile_form: Callable[[fx.GraphModule, list[Any]], Callable[..., Any]],
+        compile_form: CompileForm,
     ) -> Callable[..., Any]:
         """``compiled``, called with the weights' codes after its own inputs.
 
@@ -98,19 +98,12 @@ class GatheredInputs:
             shards'.
         """
         makers: dict[Any, Callable[..., Any]] = {}
-
-        def maker(form: CodesLayout, w: Tensor) -> Callable[..., Any]:
-            form = replace(form, transposed=False)
-            key = form, w.shape, w.dtype, w.device
-            if key not in makers:
-                with compiling_apart(w.new_empty(w.shape)) as like:
-                    makers[key] = compile_form(form.graph(), like)
-            return makers[key]
-
         taken = []
         for place, form in sites:
             w, layout = form.matrix(example_inputs[place]), self.weights[place].layout(form)
-            taken.append((place, RequestedCodes(form, layout, compile_form), maker(form, w)))
+            like = w.new_empty(w.shape)  # contiguous
+            make = maker(makers, replace(form, transposed=False), like, compile_form)
+            taken.append((place, RequestedCodes(form, layout, compile_form), make))
         places = {place for place, _ in sites}
         values = [place for place in self.weights if place not in places]
 
@@ -137,26 +130,12 @@ class GatheredInputs:
 def _why_read(gm: fx.GraphModule, placeholder: fx.Node, weight: ShardedWeight) -> str:
     """Why the graph or its backward needs the values of a weight; "" if its codes do."""
     forms: set[CodesLayout] = set()
-    whys = _whys_read(gm, placeholder, weight, forms)
-    why = next(filter(None, whys), "")
-    return why or ("its layers quantize it in several ways" if len(forms) > 1 else "")
-
-
-def _whys_read(
-    gm: fx.GraphModule, w: fx.Node, weight: ShardedWeight, forms: set[CodesLayout]
-) -> Iterator[str]:
-    """Why each reader of ``w``, the weight or a view of it, needs values; adds what they take."""
-    for user in w.users:
-        if is_seen_through(user):
-            yield from _whys_read(gm, user, weight, forms)
-        elif is_checkpoint(user) and w.op == "placeholder":
-            body, arguments = region_of(gm, user)
-            for inner in (p for p, given in arguments.items() if given is w):
-                yield from _whys_read(body, inner, weight, forms)
-        elif is_linear(user) and user.args[1] is w:
-            yield _why_linear_reads(user, weight, forms)
-        else:
-            yield "something besides a quantized linear reads it"
+    for user, w in final_readers(gm, placeholder, is_seen_through):
+        if not is_linear(user) or user.args[1] is not w:
+            return "something besides a quantized linear reads it"
+        if why := _why_linear_reads(user, weight, forms):
+            return why
+    return "its layers quantize it in several ways" if len(forms) > 1 else ""
 
 
 def _why_linear_reads(node: fx.Node, weight: ShardedWeight, forms: set[CodesLayout]) -> str:

@@ -1,21 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hooks of `gather_codes` on a model, and whether all ranks have them.
-
-A rank learns what others did without a collective, from the store that their process groups were
-made with: a rank that calls no gather_codes begins no collective for it. Each rank posts there,
-under the number of its call of gather_codes,
-
-    in gather_codes                     the names and shapes of its weights
-    in the backend, without a call      "none"
-
-and reads in its first compilation. That follows its first gather of values, for which it waited for
-the ranks that hold other shards; for others of its mesh, as replicas, it waits then. So ranks that
-did, and ranks that did not, both raise an error there.
-"""
+"""The hooks of `gather_codes` on a model."""
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,15 +23,8 @@ from q2compile.weight_cache.eager_readers import EagerReaders
 from q2compile.weight_cache.exchange import Votes
 from q2compile.weight_cache.sharded_weight import ShardedWeight, add
 
-_NONE = "none"
-# Seconds to wait for ranks that have posted nothing yet, and for those that compiled without a call
-# of gather_codes, which may follow; and of a rank without one for others that may have.
-_FOR_OTHERS, _FOR_A_CALL, _WITHOUT_A_CALL = 600.0, 10.0, 10.0
-_texts: list[str] = []  # of this rank's calls
 _graphs_without_call: set[str] = set()  # types of sharded models that graphs were compiled for
-_asked: set[int] = set()  # numbers of calls that this rank skipped and requested from others
 _gatherers: Any = WeakIdKeyDictionary()  # the outermost sharded module -> its Gatherer
-_covered: Any = WeakIdKeyDictionary()  # a sharded module in it -> the same
 
 
 def gatherer_of(name: str, root: nn.Module) -> Gatherer:
@@ -69,16 +51,26 @@ class Gatherer:
             if not weight.why:
                 by_groups.setdefault(fsdp.process_groups(weight.record), []).append(weight)
         self._votes = [Votes(weights, *groups) for groups, weights in by_groups.items()]
-        self._ranks = sorted({r for w in self.weights for r in fsdp.ranks_of(w.record)})
-        self._forwards, self._agreed, self._key = 0, False, _key(len(_texts))
+        self._forwards = 0
+        self._check_ranks(by_groups)
+        self._register_hooks(root)
+
+    def _check_ranks(self, by_groups: Mapping[Any, Sequence[ShardedWeight]]) -> None:
+        """Raise ConfigError, on all ranks, if they have called gather_codes on different models."""
         described = [
             f"{w.name} {tuple(w.record.sharded_param.shape)} {w.why}" for w in self.weights
         ]
-        self._text = f"{len(described)} weights, {zlib.crc32(repr(described).encode()):08x}"
-        _texts.append(self._text)
-        fsdp.post(self._key, self._text)
-        self._register_hooks(root)
-        _covered.update((m, self) for _, m in named_modules(root) if fsdp.is_sharded(m))
+        number = zlib.crc32(repr(described).encode())
+        for (own, others), weights in by_groups.items():
+            found = torch.tensor([number, -number]).to(weights[0].record.device)
+            for group in (own, *others):
+                dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+            if found.sum().item():
+                raise ConfigError(
+                    f"gather_codes: rank {dist.get_rank()} called it on a model with "
+                    f"{len(self.weights)} weights, another rank on one with other names or "
+                    "shapes. Call it on the same model on all ranks"
+                )
 
     def _register_hooks(self, root: nn.Module) -> None:
         self._eager: list[_ValuesIfEager] = []
@@ -96,26 +88,6 @@ class Gatherer:
             torch.compiler.reset()
             _graphs_without_call.clear()
 
-    def agree(self) -> None:
-        """Raise ConfigError unless all ranks have called gather_codes on the same model."""
-        if self._agreed:
-            return
-        texts = fsdp.read_posts(self._key, self._ranks, _FOR_OTHERS, {_NONE: _FOR_A_CALL})
-        missing = [rank for rank, text in texts.items() if text in (None, _NONE)]
-        if missing:
-            raise ConfigError(
-                f"gather_codes: rank {dist.get_rank()} called it, {_ranks(missing)} did not. "
-                "Call it on all ranks, or on none"
-            )
-        other = [rank for rank, text in texts.items() if text != self._text]
-        if other:
-            raise ConfigError(
-                f"gather_codes: rank {dist.get_rank()} called it on a model with {self._text}; "
-                f"{_ranks(other)} on one with {texts[other[0]]}. The first number is a count, the "
-                "second a hash of names and shapes. Call it on the same model on all ranks"
-            )
-        self._agreed = True
-
     def _begin(self, *_: Any) -> None:
         self._forwards += 1
         self._register_again()
@@ -125,7 +97,6 @@ class Gatherer:
             is_kept = fsdp.is_kept(weight.group)
             weight.has_readers = self._readers.may_read(found, weight.home, is_kept)
         if self._forwards > 1:  # graphs are compiled in the first
-            self.agree()
             for votes in self._votes:
                 votes.begin()
 
@@ -139,15 +110,12 @@ class Gatherer:
         self._register_again()
         for weight in self.weights:
             weight.end_forward()
-        read = [weight for weight in self.weights if weight.was_read()]
         if output is None:
             return
         grads = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
         hidden = [weight.leave(bool(grads)) for weight in self.weights]
         for t in grads if any(hidden) else ():
             t.register_hook(self._show)
-        if read:
-            raise RuntimeError(read[0].withheld)
 
     @torch.compiler.disable
     def _show(self, gradient: Tensor) -> None:
@@ -174,35 +142,10 @@ def _is_read_by_graph() -> bool:
     return True
 
 
-def check_all_called(root: nn.Module | None) -> None:
-    """Raise ConfigError, before a graph of ``root`` is compiled, if some ranks, this one or others,
-    have not called gather_codes and others have."""
-    found = named_modules(root) if root is not None and dist.is_initialized() else ()
-    sharded = [module for _, module in found if fsdp.is_sharded(module)]
-    known = [_covered[module] for module in sharded if module in _covered]
-    for gatherer in known if sharded else list(_gatherers.values()):
-        gatherer.agree()
-    if known or not sharded:
-        return
-    _graphs_without_call.add(type(root).__name__)
-    records = [r for m in sharded for group in fsdp.groups_of(m) for r in group.fsdp_params]
-    ranks = {rank for record in records for rank in fsdp.ranks_of(record)}
-    reached = {rank for record in records for rank in fsdp.ranks_of_shards(record)}
-    number = len(_texts)
-    fsdp.post(_key(number), _NONE)
-    wait = ranks > reached and number not in _asked
-    _asked.add(number)
-    texts = fsdp.read_posts(_key(number), sorted(ranks), _WITHOUT_A_CALL if wait else 0.0, {})
-    called = [rank for rank, text in texts.items() if text not in (None, _NONE)]
-    if called:
-        raise ConfigError(
-            f"gather_codes: {_ranks(called)} called it, rank {dist.get_rank()} did not. Call it on "
-            "all ranks, or on none"
-        )
-
-
-def _key(number: int) -> str:
-    return f"gather_codes/{number}"
+def note_graph_without_codes(root: nn.Module) -> None:
+    """A graph was compiled, maybe of a sharded model for which nobody has called gather_codes."""
+    if any(fsdp.is_sharded(module) for _, module in named_modules(root)):
+        _graphs_without_call.add(type(root).__name__)
 
 
 def _weights_of(name: str, root: nn.Module) -> list[ShardedWeight]:
@@ -261,7 +204,3 @@ class _ValuesIfEager:
                 self._handle.remove()
                 self._handle = None
             self._read_values()
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -42,42 +42,97 @@ _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 
 Site = tuple[int, CodesLayout]  # the weight's place among the graph's inputs
+CompileForm = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
 
-def take_codes(
-    gm: fx.GraphModule, example_inputs: list[Any], root: nn.Module | None, cuda_graphs: bool
-) -> tuple[fx.GraphModule, list[Any], list[Site]]:
-    """A copy of ``gm``, rewritten to `q2::linear`, that takes the codes of its weights as further
-    inputs; the example inputs with theirs; and which they are. cuda_graphs: it will be recorded,
-    and the codes keep their addresses.
+class CachedInputs:
+    """The inputs of a graph that are weights under ``cache_weights``.
 
-    Taken are parameters that are inputs of the graph, of sizes known now, and used in it by linears
-    and embeddings alone, in checkpointed regions, too. Others are quantized in the graph as before.
-
-    Raises ConfigError under FSDP.
+    root         the model, None if it is not known
+    cuda_graphs  the graph will be recorded, with the addresses of the codes
     """
-    for _, module in () if root is None else named_modules(root):
-        if isinstance(module, FSDPModule | FullyShardedDataParallel):
-            raise ConfigError(
-                "cache_weights can't be used under FSDP, which rewrites the gathered weights in "
-                "every step without changing their version counters; leave out the option"
-            )
-    if root is None and torch.distributed.is_initialized():
-        return gm, example_inputs, []  # what holds these weights, FSDP or not, is not known
-    own = copied(gm)  # Dynamo goes on to read the inputs of its own
-    weights = {
-        node: i
-        for i, node in enumerate(own.graph.find_nodes(op="placeholder"))
-        if type(parameter_of(node)) is nn.Parameter
-        and _has_sizes(example(node))
-        and _only_read(own, node)
-    }
-    inputs = Inputs(own, weights, backward=torch.is_grad_enabled())
-    inputs.rewrite()
-    placeholders = [node for parts in inputs.sites.values() for node in parts]
-    if cuda_graphs:
-        mark_static(placeholders)
-    return own, [*example_inputs, *map(example, placeholders)], list(inputs.sites)
+
+    def __init__(self, root: nn.Module | None, cuda_graphs: bool = False) -> None:
+        self._root, self._cuda_graphs = root, cuda_graphs
+
+    def take_codes(
+        self, gm: fx.GraphModule, example_inputs: list[Any]
+    ) -> tuple[fx.GraphModule, list[Any], list[Site]]:
+        """A copy of ``gm``, rewritten to `q2::linear`, that takes the codes of its weights as
+        further inputs; the example inputs with theirs; and which they are.
+
+        Taken are parameters that are inputs of the graph, of sizes known now, and used in it by
+        linears and embeddings alone, in checkpointed regions, too. Others are quantized in the
+        graph as before.
+
+        Raises ConfigError under FSDP.
+        """
+        root = self._root
+        for _, module in () if root is None else named_modules(root):
+            if isinstance(module, FSDPModule | FullyShardedDataParallel):
+                raise ConfigError(
+                    "cache_weights can't be used under FSDP, which rewrites the gathered weights "
+                    "in every step without changing their version counters; leave out the option"
+                )
+        if root is None and torch.distributed.is_initialized():
+            return gm, example_inputs, []  # what holds these weights, FSDP or not, is not known
+        own = copied(gm)  # Dynamo goes on to read the inputs of its own
+        weights = {
+            node: i
+            for i, node in enumerate(own.graph.find_nodes(op="placeholder"))
+            if type(parameter_of(node)) is nn.Parameter
+            and _has_sizes(example(node))
+            and _only_read(own, node)
+        }
+        inputs = Inputs(own, weights, backward=torch.is_grad_enabled())
+        codes = inputs.rewrite()
+        if self._cuda_graphs:
+            mark_static(codes)
+        return own, [*example_inputs, *map(example, codes)], list(inputs.sites)
+
+    def with_codes(
+        self,
+        compiled: Callable[..., Any],
+        sites: Sequence[Site],
+        example_inputs: Sequence[Any],
+        compile_form: CompileForm,
+    ) -> Callable[..., Any]:
+        """``compiled``, called with the weights' codes after its own inputs.
+
+        compile_form: makes a function of `CodesLayout.graph`, once for each layout and kind of
+            weight. Now: a backend is called in Dynamo's compilation, in which the other threads go
+            on. Tracing at the first call instead would fail theirs, as FX marks it for the whole
+            process.
+        """
+        merged = Merged.of_model(self._root)
+        makers: dict[Any, Callable[..., Any]] = {}
+        made = [maker(makers, form, example_inputs[i].detach(), compile_form) for i, form in sites]
+        first = True
+
+        def call(*args: Any) -> Any:
+            nonlocal first
+            if first:  # or each weight would wait for a look-up of its own
+                first = False
+                look_up_optimizers()
+            codes: list[Tensor] = []
+            for (index, form), make in zip(sites, made, strict=True):
+                w = args[index]
+                adapters = () if merged is None else merged.of(w)
+                codes += parts_of(w, form, make, adapters, in_place=self._cuda_graphs)
+            return compiled(*args, *codes)
+
+        return call
+
+
+def maker(
+    makers: dict[Any, Callable[..., Any]], form: CodesLayout, w: Tensor, compile_form: CompileForm
+) -> Callable[..., Any]:
+    """The compiled function that makes the codes of weights like ``w``, made once."""
+    key = form, w.shape, w.stride(), w.dtype, w.device
+    if key not in makers:
+        with compiling_apart(w) as like:
+            makers[key] = compile_form(form.graph(), like)
+    return makers[key]
 
 
 def _has_sizes(w: Tensor) -> bool:
@@ -105,13 +160,15 @@ class Inputs:
         self.outer = outer  # (the Inputs around, the node that calls this graph)
         self.sites: dict[Site, list[fx.Node]] = {}
 
-    def rewrite(self) -> None:
+    def rewrite(self) -> list[fx.Node]:
+        """Rewrite the graph; return the placeholders of all codes."""
         for node in list(self.gm.graph.nodes):
             if is_linear(node):
                 self._linear(node)
             elif node.target is _CHECKPOINT:
                 self._region(node)
         self.gm.recompile()
+        return [node for parts in self.sites.values() for node in parts]
 
     def _linear(self, node: fx.Node) -> None:
         source, recipe = views_of(node.args[1])[-1], recipe_of(node)
@@ -202,10 +259,6 @@ def is_seen_through(node: Any) -> bool:
     return is_cast and before.shape == after.shape and before.stride() == after.stride()
 
 
-def is_checkpoint(node: fx.Node) -> bool:
-    return node.target is _CHECKPOINT
-
-
 def region_of(gm: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule, dict[fx.Node, Any]]:
     """The graph of a checkpointed region, and its placeholders with what is given for them."""
     body_node: Any = node.args[0]
@@ -217,58 +270,21 @@ def region_of(gm: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule, dict[f
 def _only_read(gm: fx.GraphModule, w: fx.Node) -> bool:
     """Whether a weight certainly does not change inside of the graph: whether all that uses it
     are linears and look-ups."""
+    reading = (_LINEAR, torch.nn.functional.embedding)
+    return all(user.target in reading for user, _ in final_readers(gm, w, _is_transpose))
+
+
+def final_readers(
+    gm: fx.GraphModule, w: fx.Node, is_view: Callable[[Any], bool]
+) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """The readers of ``w``, an input of a graph, by way of views or in checkpointed regions, each
+    with the node that it reads."""
     for user in w.users:
-        if _is_transpose(user):
-            fine = _only_read(gm, user)
-        elif user.target is _CHECKPOINT:
+        if is_view(user):
+            yield from final_readers(gm, user, is_view)
+        elif user.target is _CHECKPOINT and w.op == "placeholder":
             body, arguments = region_of(gm, user)
-            fine = all(_only_read(body, p) for p, given in arguments.items() if given is w)
+            for inner in (p for p, given in arguments.items() if given is w):
+                yield from final_readers(body, inner, is_view)
         else:
-            fine = user.target in (_LINEAR, torch.nn.functional.embedding)
-        if not fine:
-            return False
-    return True
-
-
-def with_codes(
-    compiled: Callable[..., Any],
-    sites: list[Site],
-    example_inputs: list[Any],
-    compile_form: Callable[[fx.GraphModule, list[Any]], Callable[..., Any]],
-    merged: Merged | None = None,
-    *,
-    cuda_graphs: bool = False,
-) -> Callable[..., Any]:
-    """``compiled``, called with the weights' codes after its own inputs.
-
-    merged: which adapters are merged into the weights of the model, if it is known.
-    cuda_graphs: ``compiled`` records the addresses of the codes.
-    compile_form: makes a function of `CodesLayout.graph`, once for each layout and kind of weight.
-        Now: a backend is called in Dynamo's compilation, in which the other threads go on.
-        Tracing at the first call instead would fail theirs, as FX marks it for the whole process.
-    """
-    compiled_forms: dict[Any, Callable[..., Any]] = {}
-    makers = []
-    for index, form in sites:
-        w = example_inputs[index]
-        key = (form, w.shape, w.stride(), w.dtype, w.device)
-        if key not in compiled_forms:
-            with compiling_apart(w.detach()) as like:
-                compiled_forms[key] = compile_form(form.graph(), like)
-        makers.append(compiled_forms[key])
-
-    first = True
-
-    def call(*args: Any) -> Any:
-        nonlocal first
-        if first:  # or each weight would wait for a look-up of its own
-            first = False
-            look_up_optimizers()
-        codes: list[Tensor] = []
-        for (index, form), make in zip(sites, makers, strict=True):
-            w = args[index]
-            adapters = () if merged is None else merged.of(w)
-            codes += parts_of(w, form, make, adapters, in_place=cuda_graphs)
-        return compiled(*args, *codes)
-
-    return call
+            yield user, w

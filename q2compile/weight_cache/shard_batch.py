@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from q2compile.runtime_kernels.numerics import shards as of_shards
 from q2compile.torch_internals import fsdp
 from q2compile.torch_internals.dynamo import compiling_apart
-from q2compile.weight_cache import shard_codes
 from q2compile.weight_cache.sharded_weight import RequestedCodes, ShardedWeight
 
 Graphs = dict[Any, dict[Any, Callable[..., Any]]]  # forms and layouts -> function, inputs -> graph
@@ -42,10 +42,10 @@ class ShardBatch:
         self._wanted = [wanted for wanted in agreed if wanted is not None]
         described = tuple((wanted.form, wanted.layout) for wanted in self._wanted)
         self._graphs = graphs.setdefault(described, {})
-        self.is_local = all(shard_codes.is_local(wanted.operand) for wanted in self._wanted)
+        self.is_local = all(wanted.is_local for wanted in self._wanted)
 
     def agreement(self) -> Tensor:
-        """The values that the ranks are to agree on: of `shard_codes.agreement`."""
+        """The values that the ranks are to agree on: of `shards.agreement`."""
         shards = self._shards()
         found: Tensor = self._run(agreement, shards)[0]
         return found
@@ -55,7 +55,9 @@ class ShardBatch:
         shards = self._shards()
         made = iter(self._run(codes, [agreed, *shards]))
         for weight, wanted in zip(self.weights, self._wanted, strict=True):
-            global_scale, *sent = [next(made) for _ in range(shard_codes.parts(wanted.operand))]
+            global_scale, *sent = [
+                next(made) for _ in range(1 + of_shards.sent_parts(wanted.scheme))
+            ]
             weight.send(sent, global_scale)
 
     def _shards(self) -> list[Tensor]:
@@ -101,26 +103,26 @@ def _warn(name: str, error: Exception) -> None:
 
 
 def agreement(wanted: Sequence[RequestedCodes], *shards: Tensor) -> tuple[Tensor]:
-    """The result of `shard_codes.agreement`, for a compiler."""
-    found = []
+    """The result of `shards.agreement`, for a compiler."""
+    found: list[tuple[Tensor, Tensor | None]] = []
     for w, shard in zip(wanted, shards, strict=True):
         rows = w.form.matrix(shard).contiguous()
-        exact = shard_codes.scheme_of(w.operand).takes_amax
-        found.append(shard_codes.found_in(None if exact else w.quantized(rows), rows, w.operand))
-    return (shard_codes.agreement(found),)
+        if w.scheme.takes_amax:
+            found.append((torch.ops.q2.amax(rows), None))
+        else:
+            found.append(of_shards.found_in(w.quantized(rows)))
+    return (of_shards.agreement(found),)
 
 
 def codes(wanted: Sequence[RequestedCodes], agreed: Tensor, *shards: Tensor) -> tuple[Tensor, ...]:
-    """The global scale of each weight, and what `shard_codes.of_shard` returns for it."""
-    g = shard_codes.global_scale(agreed)
-    filling = shard_codes.filling(agreed, g, [w.operand for w in wanted]) if len(agreed) else ()
+    """The global scale of each weight, and what `shards.of_shard` returns for it."""
+    scales = of_shards.global_scale(agreed)
     made: list[Tensor] = []
     for i, (w, shard) in enumerate(zip(wanted, shards, strict=True)):
-        rows = shard_codes.with_rows(w.form.matrix(shard), w.operand)
-        if filling:
-            shard_codes.fill(rows, w.layout.rows, w.operand, filling[i])
+        rows = w.form.matrix(shard).contiguous()
+        if not w.is_local:
+            rows = of_shards.filled(rows, w.scheme, agreed[i], scales[i])
         parts = w.quantized(rows)
-        is_pow2 = shard_codes.scheme_of(w.operand).global_scale == "pow2"
-        made.append(g[i].clone() if is_pow2 else parts[2])
-        made += shard_codes.of_shard(parts, w.layout.rows, w.operand)
+        made.append(scales[i].clone() if w.scheme.global_scale == "pow2" else parts[2])
+        made += of_shards.of_shard(parts, w.layout.rows, w.scheme)
     return tuple(made)

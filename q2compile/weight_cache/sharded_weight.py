@@ -14,10 +14,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from q2compile.recipes.recipe import Operand
+from q2compile.runtime_kernels.numerics import shards
+from q2compile.runtime_kernels.numerics.schemes import SCHEMES, Scheme
+from q2compile.runtime_kernels.numerics.shards import ShardLayout
+from q2compile.runtime_kernels.numerics.transforms import TRANSFORMS
 from q2compile.torch_internals import fsdp
-from q2compile.weight_cache import shard_codes
 from q2compile.weight_cache.cache import CodesLayout
-from q2compile.weight_cache.shard_codes import ShardLayout
 
 Make = Callable[[Tensor], Sequence[Tensor]]
 Compile = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
@@ -44,14 +47,18 @@ class RequestedCodes:
         """A number equal on ranks that want the same codes; neither UNREAD nor VALUES."""
         return zlib.crc32(repr(self.form).encode()) >> 2 | 2
 
+    @cached_property
+    def scheme(self) -> Scheme:
+        return SCHEMES[Operand.parse(self.form.operand).scheme]
+
     @property
-    def operand(self) -> str:
-        """The operand by which the codes are made."""
-        return self.form.operand
+    def is_local(self) -> bool:
+        """Whether a block's codes depend on the block alone."""
+        return self.scheme.global_scale == "none"
 
     def quantized(self, rows: Tensor) -> Sequence[Tensor]:
         """Quantize a matrix [R, K]: its parts."""
-        parts: list[Tensor] = torch.ops.q2.quantize_weight(rows, self.operand, self.form.dtype)
+        parts: list[Tensor] = torch.ops.q2.quantize_weight(rows, self.form.operand, self.form.dtype)
         return parts
 
 
@@ -65,7 +72,6 @@ class ShardedWeight:
     read     whether a graph has read it since `gather_codes`
     agreed   the codes that all ranks take, gathered from now on; None for values
     has_readers  whether `eager_readers` may read it in this forward or its backward
-    withheld the error of code that reads it where only its codes are gathered
     """
 
     def __init__(self, name: str, home: nn.Module, record: Any, group: Any) -> None:
@@ -75,8 +81,7 @@ class ShardedWeight:
         self.read = False
         self.agreed: RequestedCodes | None = None
         self.has_readers = False
-        self.withheld = _WITHHELD.format(name=name)
-        self._wire = fsdp.Wire(record, self._before_gather, self.withheld)
+        self._wire = fsdp.Wire(record, self._before_gather, _WITHHELD.format(name=name))
         self._sent: list[Tensor] = []  # this rank's codes, of the last forward
         self._global_scale: Tensor | None = None
         self._views: tuple[Any, ...] | None = None  # of `_whole`
@@ -115,16 +120,12 @@ class ShardedWeight:
         self.has_readers = self._values_too = True
 
     def send(self, codes: list[Tensor], global_scale: Tensor) -> None:
-        """Send these in this forward and its backward. codes: of `shard_codes.of_shard`."""
+        """Send these in this forward and its backward. codes: of `shards.of_shard`."""
         self._sent, self._global_scale = codes, global_scale
 
     def end_forward(self) -> None:
         """Drop the codes: after a forward and its backward the optimizer may have stepped."""
         self._runs = False
-
-    def was_read(self) -> bool:
-        """Whether code that is not compiled has read it since the last call, without its values."""
-        return self._wire.was_read()
 
     def leave(self, has_backward: bool) -> bool:
         """Called after a forward, when nobody may see a parameter without values. Where FSDP2 frees
@@ -189,7 +190,7 @@ class ShardedWeight:
         received = self._wire.whole
         key = id(received), wanted
         if self._views is None or self._views[:2] != key:
-            whole = shard_codes.of_whole(received, wanted.layout, wanted.operand)
+            whole = shards.of_whole(received, wanted.layout, wanted.scheme)
             if wanted.layout.dim:  # copies
                 return whole
             self._views = (*key, whole, received)  # the last, so that its id stays its own
@@ -200,8 +201,10 @@ class ShardedWeight:
         """Why codes of a form can't be gathered; "" if they can."""
         if self.why:
             return self.why
+        operand = Operand.parse(form.operand)
+        scheme, transform = SCHEMES[operand.scheme], TRANSFORMS[operand.transform]
         dtypes = {fsdp.dtype_of(self.record), form.dtype}
-        return shard_codes.why_not(form.operand, dtypes, self.layout(form))
+        return shards.why_not(scheme, transform, dtypes, self.layout(form))
 
     def layout(self, form: CodesLayout) -> ShardLayout:
         """How its shards are cut for a form: always the same."""

@@ -12,3 +12,6 @@ at the first call. Where there is no compiler, the references run.
 """
 
 from q2compile.runtime_kernels.cpu import build, dequantize, masked_unrotate, quantize
+from q2compile.runtime_kernels.registry import add_to_reports
+
+add_to_reports(build.reasons)

@@ -15,7 +15,8 @@ if that is not possible, the op itself is called.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
@@ -53,6 +54,12 @@ class SiteCall:
         self.op, self._args = op, bound(op, args, keywords)
         self.wanted = tuple(map(bool, wanted))
         self.open = [i for i, arg in enumerate(self._args) if arg is ...]
+
+    def with_outputs(self, places: Set[int]) -> SiteCall:
+        """The same call, which also gives a buffer for these outputs."""
+        made = copy.copy(self)
+        made.wanted = tuple(w or i in places for i, w in enumerate(self.wanted))
+        return made
 
     def arguments(self, given: Sequence[Any]) -> list[Any]:
         """The op's arguments. given: begins with tensors for the open ones."""
@@ -99,7 +106,11 @@ class CallSite:
         self._name = " + ".join(f"q2::{call.op}" for call in calls)
         self._alone: list[CallSite] = []
         if prologue is None and (products or len(calls) > 1):
-            self._alone = [CallSite(call, fixed=fixed) for call in calls]
+            factors = [f for product in self._products for f in product if isinstance(f, tuple)]
+            self._alone = [
+                CallSite(call.with_outputs({place for j, place in factors if j == i}), fixed=fixed)
+                for i, call in enumerate(calls)
+            ]
         self._bound: BoundCall | None = None
         self._has_failed = False
 
@@ -227,6 +238,10 @@ class CallSite:
         outputs: list[list[Any]] = []
         for i, (call, start) in enumerate(self._places()):
             outputs.append([next(buffers) if wanted else None for wanted in call.wanted])
+            if self._alone:  # a factor that only products read has no buffer
+                for at, wanted in enumerate(self._alone[i].calls[0].wanted):
+                    if wanted and outputs[-1][at] is None:
+                        outputs[-1][at] = given[start].new_empty((), dtype=torch.float32)
             own = [buffer for buffer in outputs[-1] if buffer is not None]
             if self._alone:
                 self._alone[i](*given[start : start + len(call.open)], *own)

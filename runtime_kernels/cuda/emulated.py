@@ -15,7 +15,7 @@ from q2compile.runtime_kernels.numerics.layout import empty_quantized
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, get_scheme
 from q2compile.runtime_kernels.numerics.transforms import get_transform
 from q2compile.runtime_kernels.ops.table import GEMM
-from q2compile.runtime_kernels.registry import CUBLASLT_FP4, SCALED_MM, TRITON_FP4, references
+from q2compile.runtime_kernels.registry import CUBLASLT_FP4, SCALED_MM, TRITON_FP4, emulation
 
 
 def of_device(index: int) -> list[str]:
@@ -60,8 +60,10 @@ def _of_gemm(index: int, scheme: str) -> Choice:
         return choose(GEMM, (*operand, *operand, None, scheme, scheme, torch.bfloat16))
 
 
-def emulated() -> list[str]:
-    """The sentences of all GPUs, of which equal ones are named once, and of references that ran."""
+def _of_all() -> list[str]:
+    """The sentences of all GPUs; equal ones are named once."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    found = dict.fromkeys(text for index in range(count) for text in of_device(index))
-    return [*found, *references()]
+    return list(dict.fromkeys(text for index in range(count) for text in of_device(index)))
+
+
+emulation(_of_all)

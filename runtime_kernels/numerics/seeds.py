@@ -11,8 +11,6 @@ generators", OOPSLA 2014), started at the mixed key:
 too: those of neighboring numbers have nothing in common.
 """
 
-from typing import Any
-
 import torch
 
 _GAMMA = 0x9E3779B97F4A7C15
@@ -28,17 +26,9 @@ def seeds(drawn: torch.Tensor, count: int, key: int) -> torch.Tensor:
 
     Returns int64 [count]; all 64 bits count.
     """
-    return seeds_of(drawn + torch.ops.prims.iota(count, **iota(drawn.device)), key)
-
-
-def iota(device: torch.device) -> dict[str, Any]:
-    """Arguments of prims.iota besides the count. It is Inductor's decomposition of torch.arange: a
-    pass inserts these ops after decomposition."""
-    return {"start": 1, "step": 1, "dtype": torch.int64, "device": device, "requires_grad": False}
-
-
-def seeds_of(numbers: Any, key: int) -> Any:
-    """Seeds number ``numbers - 1`` of ``key``. An int64 tensor, or what has its operators."""
+    # Inductor's decomposition of torch.arange: a pass inserts these ops after decomposition.
+    more = {"start": 1, "step": 1, "dtype": torch.int64, "requires_grad": False}
+    numbers = drawn + torch.ops.prims.iota(count, device=drawn.device, **more)
     # int64 products and sums wrap modulo 2^64, so that their bits are those of unsigned ones.
     state = numbers * signed(_GAMMA) + signed(mixed(key))
     for shift, factor in _ROUNDS:
@@ -59,6 +49,6 @@ def signed(bits: int) -> int:
     return bits - (1 << _BITS) if bits >> (_BITS - 1) else bits
 
 
-def _shifted(x: Any, by: int) -> Any:
+def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
     """``x`` shifted to the right as an unsigned number."""
     return (x >> by) & ((1 << (_BITS - by)) - 1)

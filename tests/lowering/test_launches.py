@@ -212,6 +212,23 @@ def test_of_what_gemms_of_bf16_do_not_read_there_are_no_buffers(pretended) -> No
     assert backward.count("extern_kernels.mm(") == 2
 
 
+def test_scales_without_elements_have_no_buffers(pretended) -> None:
+    """fp8 has one scale per operand, and the tensor of block scales is empty: one per graph is
+    saved. A scale is a tensor without dimensions, and not a view of one."""
+    step_of("fp8")(rows(128))
+    forward, backward = pretended
+    assert [code.count("empty_strided_cpu((0, 0)") for code in pretended] == [1, 0]
+    sites = re.findall(r"q2_Call\('(\w+)', .*?, \(([01, ]+),\)[,)]", forward + backward)
+    assert sorted(sites) == [
+        ("quantize", "1, 0, 1"),
+        ("quantize", "1, 0, 1"),
+        ("quantize", "1, 0, 1, 1, 0, 1"),
+        ("transpose", "1, 0"),
+        ("transpose", "1, 0"),
+    ]
+    assert not re.search(r"reinterpret_tensor\(\w+, \(\), \(\)", forward + backward)
+
+
 def test_any_number_of_rows(request) -> None:
     """One graph; and sizes that are known are not taken for others."""
     want = {count: wanted("quartet2", True, count) for count in (1030, 1029, 1160)}

@@ -73,8 +73,8 @@ OF_KERNELS = (
     fault(
         "a batched launch has the thread blocks of the smallest operand",
         "runtime_kernels/cuda/quantize/grouped_launch.py",
-        "most = max(each.thread_blocks for each",
-        "most = min(each.thread_blocks for each",
+        "thread_blocks=max(each.thread_blocks for each",
+        "thread_blocks=min(each.thread_blocks for each",
         "runtime_kernels/cuda/test_grouped_launch.py",
     ),
 )

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A weight that the graph gathers: what is between the gather and the weight's quantizer, and how
-the codes of shards are those of the whole."""
+"""A weight that the graph gathers, and what is between the gather and the weight's quantizer."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +21,10 @@ from q2compile.graph.views import (
     kind_of,
     transposes,
 )
+from q2compile.runtime_kernels.numerics.shards import ShardLayout
 
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 _JOINS = (_aten.cat.default, _c10d.wait_tensor.default)
-New = Callable[..., fx.Node]  # target, arguments -> the node of a call
 
 
 @dataclass(frozen=True)
@@ -36,15 +34,13 @@ class GatheredWeight:
 
     gather   the all-gather of the parts
     between  views and casts from the gathered weight to the quantizer, in order
-    sizes    [E, N, K] of a part as the quantizer sees it; E is 1 for a matrix
-    dim      along which of the three the ranks have parts
+    layout   how it is cut, as the quantizer sees it
     readers  all that reads the gathered weight, by way of such views and casts or not
     """
 
     gather: fx.Node
     between: tuple[fx.Node, ...]
-    sizes: tuple[int, int, int]
-    dim: int
+    layout: ShardLayout
     readers: frozenset[fx.Node]
 
     @property
@@ -52,43 +48,20 @@ class GatheredWeight:
         shard: Any = self.gather.args[0]
         return shard
 
-    @property
-    def ranks(self) -> int:
-        ranks: Any = self.gather.args[1]
-        return int(ranks)
-
-    @property
-    def rows_in_one(self) -> int:
-        """Rows of a part that are rows of the whole in a row."""
-        return self.sizes[1] if self.dim == 1 else self.sizes[0] * self.sizes[1]
-
-    def shard_as_matrix(self, new: New) -> fx.Node:
-        """A part [E * N, K], by the views and casts that the whole weight goes through."""
-        node = self.shard
+    def as_matrix(self, shard: torch.Tensor) -> torch.Tensor:
+        """A part [E * N, K], by the views and casts that the whole weight goes through. It has its
+        own dtype: before the pass the gather had it in memory; now the kernel that quantizes it may
+        cast it, and Inductor keeps the fp32 value of a cast to bf16 unless its bits are asked for.
+        """
+        is_computed = self.shard.op != "placeholder"
         for step in self.between:
-            if kind_of(step) == RESHAPE:
-                continue
-            node = new(step.target, node, *step.args[1:], **step.kwargs)
-        columns = self.sizes[2]
-        if node.meta["val"].dim() > 2:
-            node = new(_aten.reshape.default, node, [-1, columns])
-        return node
-
-    def joined(self, gathered: fx.Node, ranks: int, height: int, new: New) -> fx.Node:
-        """[ranks * E * N / height, n], codes of all parts, or scales with one row for ``height`` of
-        the weight's, as those of the whole weight."""
-        experts, n, _ = self.sizes
-        columns = gathered.meta["val"].shape[1]
-        if self.dim == 0 or (self.dim == 1 and experts == 1):
-            return gathered
-        if self.dim == 1:
-            apart = new(_aten.view.default, gathered, [ranks, experts, n // height, columns])
-        else:
-            apart = new(_aten.view.default, gathered, [ranks, experts * n // height, columns])
-        order = [1, 0, *range(2, apart.meta["val"].dim())]
-        apart = new(_aten.permute.default, apart, order)
-        size = [-1, columns] if self.dim == 1 else [-1, ranks * columns]
-        return new(_aten.reshape.default, apart, size)
+            if kind_of(step) != RESHAPE:
+                target: Any = step.target
+                shard, is_computed = target(shard, *step.args[1:], **step.kwargs), True
+        shard = shard.reshape(-1, self.layout.shard[2])
+        if shard.dtype.itemsize == 2 and is_computed:
+            return shard.view(torch.int16).view(shard.dtype)
+        return shard
 
 
 def gather_behind(x: fx.Node) -> fx.Node | None:
@@ -130,8 +103,9 @@ def gathered_weight(x: fx.Node) -> GatheredWeight | None:
             sizes[1], sizes[2] = sizes[2], sizes[1]
             dim = 3 - dim if dim else 0
     assert wait is not None
-    readers = frozenset(_readers(wait))
-    return GatheredWeight(gather, tuple(between), (sizes[0], sizes[1], sizes[2]), dim, readers)
+    whole = [size * int(gather.args[1]) if i == dim else size for i, size in enumerate(sizes)]
+    layout = ShardLayout.of(whole, sizes, dim)
+    return GatheredWeight(gather, tuple(between), layout, frozenset(_readers(wait)))
 
 
 def _is_seen_through(node: fx.Node) -> bool:

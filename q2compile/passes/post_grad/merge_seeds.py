@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
-from q2compile.graph.new_node import new_node
+from q2compile.graph.new_node import write
 from q2compile.graph.nodes import device_of
-from q2compile.runtime_kernels.numerics.seeds import iota, seeds_of
+from q2compile.runtime_kernels.numerics.seeds import seeds
 
 
 def merge_seeds_pass(graph: fx.Graph) -> int:
@@ -68,43 +66,15 @@ def _drawn_by_torch(first: fx.Node, count: int, device: torch.device) -> fx.Node
     return draw
 
 
-class _Int64:
-    """An int64 tensor in the making: an operation with a number adds a node to the graph.
-
-    `make_fx` would trace the function instead. But it marks the whole process as tracing, and
-    torch.compile refuses to run in any thread then, unless Dynamo is compiling. A backward is
-    compiled when it is first run, after Dynamo has ended.
-    """
-
-    def __init__(self, like: fx.Node, node: fx.Node) -> None:
-        self.like, self.node = like, node
-
-    def _new(self, target: Any, other: _Int64 | int) -> _Int64:
-        right = other.node if isinstance(other, _Int64) else other
-        return _Int64(self.like, new_node(self.like, target, self.node, right))
-
-    def __add__(self, other: _Int64 | int) -> _Int64:
-        return self._new(torch.ops.aten.add.Tensor, other)
-
-    def __mul__(self, other: int) -> _Int64:
-        return self._new(torch.ops.aten.mul.Tensor, other)
-
-    def __xor__(self, other: _Int64) -> _Int64:
-        return self._new(torch.ops.aten.bitwise_xor.Tensor, other)
-
-    def __rshift__(self, by: int) -> _Int64:
-        return self._new(torch.ops.aten.__rshift__.Scalar, by)
-
-    def __and__(self, mask: int) -> _Int64:
-        return self._new(torch.ops.aten.bitwise_and.Scalar, mask)
-
-
 def _drawn_by_key(first: fx.Node, count: int, key: int) -> fx.Node:
     """int64 [count] from the counter of a key. Inductor makes one kernel of the ops behind the
     draw."""
-    drawn = new_node(first, torch.ops.q2.draw.default, first.args[0], key, count)
-    numbers = new_node(first, torch.ops.prims.iota.default, count, **iota(drawn.meta["val"].device))
-    return seeds_of(_Int64(first, drawn) + _Int64(first, numbers), key).node
+
+    def drawn(anchor: torch.Tensor) -> torch.Tensor:
+        return seeds(torch.ops.q2.draw(anchor, key, count), count, key)
+
+    node: fx.Node = write(first, drawn, first.args[0])[0]
+    return node
 
 
 def _meta_of(node: fx.Node) -> dict[str, object]:

@@ -14,8 +14,10 @@ from q2compile.runtime_kernels.ops.table import TRANSPOSE
 
 
 def share_operands_pass(graph: fx.Graph) -> int:
-    """Equal quantizations become one. AOTAutograd does this for training graphs, and for inference
-    graphs nobody does.
+    """Equal quantizations become one. AOTAutograd does this for training graphs, after the joint
+    passes; for inference graphs nobody does. By `q2compile.cost_model`, an 8B Llama's evaluation
+    takes 2.1% to 2.9% longer without it on an H100 or H200, and 2.5% to 5.8% on a B200 (16384 to
+    2048 tokens). Over joint graphs it runs for `share_saved_rotations`, which looks for equal x.
 
     before                                          after
         u = reshape(x, [-1, 64])                        u = reshape(x, [-1, 64])

@@ -17,6 +17,7 @@ from q2compile.cost_model.devices import LAUNCH_SECONDS, Device
 from q2compile.cost_model.layer import BLACKWELL, HOPPER, Layer
 from q2compile.cost_model.predict import Prediction, predict
 from q2compile.cost_model.prices import recipe_steps
+from q2compile.cost_model.ranges import Range, longest, total
 from q2compile.recipes.published import RECIPES
 from q2compile.recipes.resolve import resolve
 from q2compile.runtime_kernels.choice import kernels
@@ -171,7 +172,7 @@ def _disagreement(results: Mapping[str, torch.Tensor], name: str, usual: str) ->
 
 def _predicted_product(
     sheet: Device | None, format: str, shape: tuple[int, int, int], name: str
-) -> float | None:
+) -> Range | None:
     if sheet is None or (sheet.emulates and name in _OF_CODES):
         return None
     layer = Layer(*shape, capability=BLACKWELL if name in _OF_CODES else HOPPER)
@@ -182,7 +183,7 @@ def _predicted_product(
     asked += [replace(s, launches=int(i == 0)) for i, s in enumerate(dequantized)]
     # Called by itself, cuBLASLt's has the product of the global scales ahead of it.
     alone = LAUNCH_SECONDS * (format == "nvfp4" and name == CUBLASLT_FP4)
-    return 1e6 * (sum(step.seconds(sheet) for step in asked) + alone)
+    return 1e6 * (total(step.seconds(sheet) for step in asked) + alone)
 
 
 def grouped(bench: Bench) -> Iterator[BenchRow]:
@@ -301,11 +302,11 @@ def block(bench: Bench) -> Iterator[BenchRow]:
     row = BenchRow("block", f"{RECIPE}, forward and backward", shape, beside=_BF16)
     row.beside_microseconds = times["inductor"].median
     if bench.sheet:
-        row.predicted = times["inductor"].median + 1e6 * _added(bench.sheet, sizes)
+        row.predicted = 1e6 * _added(bench.sheet, sizes) + times["inductor"].median
     yield timed(row, times[RECIPE])
 
 
-def _added(sheet: Device, sizes: Block) -> float:
+def _added(sheet: Device, sizes: Block) -> Range:
     """Seconds that a block's linears take more than BF16's, on the GPU or on the host."""
     found: list[Prediction] = []
     for n, k, users, fuses in sizes.linears:
@@ -313,8 +314,9 @@ def _added(sheet: Device, sizes: Block) -> float:
         assert one is not None
         found.append(one)
     column = sheet.column
-    gpu = sum(one.seconds[column] - one.bf16_seconds[column] for one in found)
-    return max(gpu, sum(one.host_seconds[column] - one.bf16_host_seconds[column] for one in found))
+    gpu = total(one.seconds[column] - one.bf16_seconds[column] for one in found)
+    host = total(one.host_seconds[column] - one.bf16_host_seconds[column] for one in found)
+    return longest(gpu, host)
 
 
 def _step(module: nn.Module, x: torch.Tensor, backend: str, recipe: str) -> Call:

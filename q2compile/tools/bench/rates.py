@@ -52,8 +52,11 @@ def rates(bench: Bench) -> Iterator[BenchRow]:
             found = measure(name, index)
             known, measured = lanes(name, target)
             how = "measured before" if measured else "assumed"
-            row.why = f"{found:.1f} lanes per multiprocessor and cycle; {known:.1f} were {how}"
-            row.more = {"architecture": target, "lanes": round(found, 2), "cost_model": known}
+            row.why = (
+                f"{found:.1f} lanes per multiprocessor and cycle; {known.text('.1f')} were {how}"
+            )
+            row.more = {"architecture": target, "lanes": round(found, 2)}
+            row.more |= {"cost_model": known.low, "cost_model_high": known.high}
         except Exception as error:  # the others are measured
             failed(row, error)
         yield row

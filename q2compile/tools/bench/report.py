@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from q2compile.cost_model.ranges import Range
 from q2compile.tools.time_words import time_words
 
 SCHEMA = 2
@@ -65,7 +66,8 @@ class BenchRow:
 
     microseconds: the median of a call; None where none was measured.
     beside: the name of the comparison, "BF16" or "copy", which takes beside_microseconds.
-    predicted: microseconds by the cost model; None where it does not know the device.
+    predicted: microseconds by the cost model, in a report their middle and, as predicted_low and
+        predicted_high, their ends; None where it does not know the device.
     kernel: that ran.  why: in words, of all but what was measured.
     more: whatever else helps: an algorithm, a traceback, a curve.
     """
@@ -79,7 +81,7 @@ class BenchRow:
     p90: float | None = None
     beside: str = ""
     beside_microseconds: float | None = None
-    predicted: float | None = None
+    predicted: Range | None = None
     kernel: str = ""
     why: str = ""
     more: dict[str, Any] = field(default_factory=dict)
@@ -92,6 +94,9 @@ class BenchRow:
 
     def as_line(self) -> Line:
         found = asdict(self) | {"ratio": self.ratio}
+        if (own := self.predicted) is not None:
+            ends = {"predicted_low": own.low, "predicted_high": own.high}
+            found |= {"predicted": own.middle} | ends
         for name, value in found.items():
             if isinstance(value, float):
                 found[name] = round(value, 3)
@@ -149,7 +154,10 @@ def text(line: Line) -> str:
     if "ratio" in line:
         parts.append(_ratio(line["beside"], line["ratio"]))
     if "predicted" in line:
-        parts.append(f"predicted {line['predicted']:.1f} us, {line['predicted'] / micro:.2f}")
+        own: float = line["predicted"]
+        low, high = (line.get(f"predicted_{end}", own) for end in ("low", "high"))
+        ends = Range(low, high)
+        parts.append(f"predicted {ends.text('.1f')} us, {(ends / micro).text()}")
     if status == FAULT:
         parts.append(f"FAULT: {why}")
     return "; ".join(parts)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from q2compile.cost_model.devices import DEVICES
+from q2compile.cost_model.ranges import ENDS
 from q2compile.errors import ConfigError, one_of, shown
 from q2compile.recipes.recipe import GEMMS
 from q2compile.report.printable import aligned, printable
@@ -43,6 +44,7 @@ class ModuleError:
     flops       those of its matmuls, forward and backward; None if a size is symbolic
     microseconds, bf16_microseconds, fp8_microseconds   device -> the predicted time of its matmuls
                 with the recipe, in BF16, and in FP8
+    ends        device -> the ends of those with the recipe and in BF16, as a report has them
     fp8_effect  its part of the effect of its kind of layer, if only that kind is in FP8; None if
                 that was not run
     """
@@ -58,6 +60,7 @@ class ModuleError:
     microseconds: dict[str, float]
     bf16_microseconds: dict[str, float]
     fp8_microseconds: dict[str, float] = field(default_factory=dict)
+    ends: dict[str, dict[str, float]] = field(default_factory=dict)
     fp8_effect: float | None = None
 
     @classmethod
@@ -92,6 +95,10 @@ class ModuleError:
             microseconds=predicted("microseconds"),
             bf16_microseconds=predicted("bf16_microseconds"),
             fp8_microseconds=predicted("microseconds", in_fp8),
+            ends={
+                device: {key: predicted(key)[device] for key in ENDS}
+                for device in predicted("microseconds")
+            },
             fp8_effect=fp8_effect,
         )
 

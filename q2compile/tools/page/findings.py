@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from q2compile.cost_model.devices import shown_devices
+from q2compile.cost_model.ranges import Range, over_bf16
 from q2compile.errors import ConfigError
 from q2compile.recipes.policy import AUTO, compiled_pattern, patterns_of
 from q2compile.recipes.recipe import BF16
@@ -176,12 +177,14 @@ def _slower(taken: Sequence[Data], layers: _Layers) -> list[tuple[str, Rules]]:
         [row["predicted"][device.column] for row in predicted if row["module"] in of]
         for of in kinds
     ]
-    ratios = [_sum(of, "microseconds") / _sum(of, "bf16_microseconds") for of in times]
-    slower = [kind for kind, ratio in zip(kinds, ratios, strict=True) if ratio > SLOWER]
+    ratios = dict(zip(map(tuple, kinds), map(over_bf16, times), strict=True))
+    slower = [kind for kind, ratio in ratios.items() if ratio.middle > SLOWER]
     if not slower:
         return []
-    low, high = (f"{bound(r for r in ratios if r > SLOWER):.2f}" for bound in (min, max))
-    take = f"take {low if low == high else f'{low} to {high}'} times as long as in BF16"
+    ends = Range(
+        min(ratios[kind].low for kind in slower), max(ratios[kind].high for kind in slower)
+    )
+    take = f"take {ends.text()} times as long as in BF16"
     if len(slower) == len(kinds):
         every = [one for of in times for one in of]
         waits = _sum(every, "host_microseconds") > _sum(every, "gpu_microseconds")

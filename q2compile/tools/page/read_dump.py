@@ -69,6 +69,7 @@ def rows_of_comparison(comparison: Mapping[str, Any]) -> list[dict[str, Any]]:
         row.taken, row.recipe, row.flops = True, name, module["flops"]
         row.predicted = {
             device: {"microseconds": own, "bf16_microseconds": module["bf16_microseconds"][device]}
+            | module.get("ends", {}).get(device, {})
             for device, own in module.get("microseconds", {}).items()
         }
         for gemm, text in gemms.items():

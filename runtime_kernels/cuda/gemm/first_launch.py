@@ -305,7 +305,7 @@ def _worst(
     for begin in range(0, columns, _COLUMNS):
         end = min(begin + _COLUMNS, columns)
         part = torch.arange(begin, end, device=out.device)
-        want = _product(a_rows, _values(_rows_of(b, part + firsts[1]))) * alpha
+        want = bf16_product(a_rows, _values(_rows_of(b, part + firsts[1]))) * alpha
         if bias is not None:
             want += bias[begin:end]
         want = want.to(dtype)
@@ -330,7 +330,7 @@ def _worst(
     return found[0], found[1]
 
 
-def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def bf16_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if a.is_cuda:
         return torch.mm(a, b.t(), out_dtype=torch.float32)
     return a.float() @ b.float().t()

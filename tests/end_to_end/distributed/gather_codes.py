@@ -354,7 +354,7 @@ def faulty(kind: str) -> Callable[[Attach], Run]:
         model, call = build(options={"policy": policy}, mesh=(2, 2) if half == 2 else ())
         if kind == "model" and other:
             attach(model.layers[0])
-        elif not (kind == "attach" and other):
+        else:
             attach(model)
         return Training(model, call, None).steps(STEPS).done()
 

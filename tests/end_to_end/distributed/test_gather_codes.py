@@ -30,7 +30,7 @@ FORMS += ["offloaded", "not_compilable", "read_by_others", "absorbed", "hooked"]
 FORMS += ["hooked_inside", "after_an_equal_model"]
 IN_GRAPH = ["in_graph", "in_graph_experts"]
 FOUR = ["square_four", "hsdp", "two_dimensional", "expert_parallel"]
-FAULTS = ["fault_policy", "fault_model", "fault_attach"]
+FAULTS = ["fault_policy", "fault_model"]
 PAIR = LAYERS * 2 * HIDDEN * 128  # elements of the weights in blocks
 # Bytes for each element: a code, a block's scale, and QuEST's mask.
 BYTES = dict.fromkeys(("quartet2", "quartet2_search", "tetrajet2"), 0.5 + 1 / 16)
@@ -64,7 +64,7 @@ def afterwards(folder: Path, two: Found) -> Found:
 
 @pytest.fixture(scope="module")
 def four(folder: Path) -> Found:
-    return run(folder, 4, [*FOUR, "to_two", "fault_policy", "fault_attach"])
+    return run(folder, 4, [*FOUR, "to_two", "fault_policy"])
 
 
 def assert_same_training(found: Found, name: str) -> None:
@@ -94,8 +94,8 @@ def test_bytes_on_the_wire(two: Found) -> None:
     """In each step, for the two gathers of each block, and for embedding, norms and head."""
     rest = two[0]["quartet2.plain"].bytes[0] - 2 * PAIR
     for rank in two:
-        assert rank["quartet2"].bytes[:2] == [2 * PAIR + rest] * 2
-        assert rank["quartet2"].bytes[2:] == [BYTES["quartet2"] * PAIR + rest] * (worker.LONG - 2)
+        assert rank["quartet2"].bytes[0] == 2 * PAIR + rest
+        assert rank["quartet2"].bytes[1:] == [BYTES["quartet2"] * PAIR + rest] * (worker.LONG - 1)
         assert rank["quartet2.plain"].bytes == [2 * PAIR + rest] * worker.LONG
     assert two[0]["quartet2"].count == 2 + 2 * LAYERS  # the eager embedding and head may be, too
 
@@ -108,17 +108,17 @@ def test_bytes_of_all_recipes(two: Found) -> None:
     saved = sum((2 - BYTES[worker.RECIPES[name]]) * n for name, n in elements.items())
     for rank in two:
         run, plain = rank["recipes"], rank["recipes.plain"]
-        assert run.bytes == [plain.bytes[0]] * 2 + [plain.bytes[0] - saved] * (worker.STEPS - 2)
+        assert run.bytes == [plain.bytes[0]] + [plain.bytes[0] - saved] * (worker.STEPS - 1)
         assert run.why == dict.fromkeys(worker.RECIPES, "gathers codes")
 
 
 def test_bytes_to_agree_on(two: Found) -> None:
-    """Each forward after the first reduces one byte for each weight, and four numbers for one that
-    is gathered as codes, three for others. A run without gather_codes has no such collective."""
+    """Each forward after the first reduces four numbers for each weight, and one more for one that
+    is gathered as codes. A run without gather_codes has no such collective."""
     weights, others = 2 * LAYERS, 2
     for rank in two:
-        assert rank["quartet2"].reduced[:2] == [0, 13 * (weights + others)]
-        assert set(rank["quartet2"].reduced[2:]) == {17 * weights + 13 * others}
+        assert rank["quartet2"].reduced[0] == 0
+        assert set(rank["quartet2"].reduced[1:]) == {20 * weights + 16 * others}
         assert set(rank["quartet2.plain"].reduced) == {0}
 
 
@@ -183,10 +183,10 @@ def test_codes_are_gathered_again_after_a_change(two: Found) -> None:
     changed = two[0]["changed"].bytes
     assert changed[9] == changed[-1] == codes and changed[10] > codes
     kept, again = two[0]["uneven_kept"].bytes, two[0]["uneven_checkpointed"].bytes
-    assert again[-1] < 0.45 * again[0]
+    assert again[-1] < 0.45 * two[0]["uneven.plain"].bytes[0]
     assert again[0] - again[-1] == 2 * (kept[0] - kept[-1])  # one gather in a micro-batch, not two
     assert two[0]["not_compiled"].bytes[-1] == values
-    assert two[0]["attached_late"].bytes == [*[values] * 4, codes]
+    assert two[0]["attached_late"].bytes == [*[values] * 3, codes, codes]
     assert two[0]["after_an_equal_model"].bytes[-1] == codes
     run, plain = two[0]["evaluated"].bytes, two[0]["evaluated.plain"].bytes
     down = LAYERS * HIDDEN * 80  # the one that is gathered as codes
@@ -265,11 +265,16 @@ def test_a_forward_that_names_a_weight_gets_values(two: Found) -> None:
 
 
 def test_a_hidden_read_is_an_error(two: Found) -> None:
-    """It names the weight. A torch without CUDA raises it at the end of the forward."""
+    """It names the weight. A torch built without CUDA gives NaN."""
     for rank in two:
         run = rank["hidden"]
         assert not run.error, run.error
-        assert run.notes["error"].startswith("gather_codes: 'layers.0.up.weight' was read in the m")
+        if hasattr(torch._C, "_set_storage_data_ptr_access_error_msg"):
+            begins = "gather_codes: 'layers.0.up.weight' was read in the m"
+            assert run.notes["error"].startswith(begins)
+        else:
+            assert all(w.isnan().all() for w in run.notes["read"])
+            assert len(run.notes["read"]) == LAYERS
 
 
 def test_a_gather_by_hand_gives_values(two: Found) -> None:
@@ -290,10 +295,6 @@ def test_a_gather_by_hand_gives_values(two: Found) -> None:
                 "the ranks disagree about 'layers.0.up.weight' and 1 more: rank 1 reads values",
             ],
         ),
-        (
-            "attach",
-            ["rank 0 called it, rank 1 did not", "rank 0 called it, rank 1 did not"],
-        ),
         ("model", ["on a model with 6 weights", "on a model with 2 weights"]),
     ],
 )
@@ -306,11 +307,8 @@ def test_faults_are_errors_on_all_ranks(fault: str, messages: list[str], afterwa
 def test_a_replica_s_fault_is_an_error_on_all_ranks(four: Found) -> None:
     """Both ranks of the faulty replica raise it, although their shards agree."""
     for i, rank in enumerate(four):
-        policy, attach = rank["fault_policy"].error, rank["fault_attach"].error
         read = "the codes nvfp4_46_pow2" if i < 2 else "values"
-        assert f"rank {i} reads {read}, another rank does not" in policy
-        who = f"rank {i} called it, ranks 2, 3 did not"
-        assert (who if i < 2 else f"ranks 0, 1 called it, rank {i} did not") in attach
+        assert f"rank {i} reads {read}, another rank does not" in rank["fault_policy"].error
 
 
 def test_a_model_without_fsdp_is_refused() -> None:

@@ -41,6 +41,7 @@ from q2compile.runtime_kernels.cuda.calls import Launching
 from q2compile.runtime_kernels.cuda.gemm.cuda_bf16 import dequantized
 from q2compile.runtime_kernels.cuda.gemm.swizzle import swizzled
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED, get_scheme
+from q2compile.runtime_kernels.ops.gemm import Factor
 from tests.support.emulation.inductor import INDUCTOR_OPTIONS, emulate, serve_as_on
 
 HOPPER, BLACKWELL = 90, 100
@@ -242,9 +243,9 @@ def test_what_a_gemm_launches_before_it(monkeypatch: pytest.MonkeyPatch) -> None
     codes, scales = torch.zeros(128, 32), torch.zeros(128, 4).to(torch.float8_e4m3fn)
     scheme = "nvfp4_ms_eden_pow2"
     for name in (scheme, scheme + SWIZZLED):
-        swizzled(scales, 128, get_scheme(name))
+        swizzled(Factor(codes, scales, None, get_scheme(name)))
     for name in (scheme, scheme + DEQUANTIZED):
-        dequantized(codes, scales, None, get_scheme(name))
+        dequantized(Factor(codes, scales, None, get_scheme(name)), False)
     assert launches == ["swizzle_scales.cu", "dequantize.cu"]
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from q2compile.cost_model import devices
 from q2compile.cost_model.quantizers import counted
+from q2compile.cost_model.rates import PIPES
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "examples" / "benchmarks"
 # The one row outside of its aim: the model leaves out host time of buffers and of saved tensors.
@@ -55,7 +56,33 @@ def test_the_page_is_what_the_model_says(predicted) -> None:
     assert predicted.PAGE_FILE.read_text(encoding="utf-8") == predicted.page()
 
 
+NCU = """\
+==PROF== Profiling
+"ID","Kernel Name","gpu__time_duration.sum","sm__inst_executed_pipe_alu.avg.pct","launch__waves"
+"","","us","%",""
+"0","vectorized_elementwise_kernel","1.5","",""
+"1","q2_rotate","1,070.2","41.5","3"
+"2","q2_scales","4.4","2.0","1"
+"3","vectorized_elementwise_kernel","1.5","",""
+"4","q2_rotate","33.1","n/a","3"
+"""
+
+
+def test_counters_are_those_of_the_longest_kernel_of_each_call(monkeypatch) -> None:
+    """Each call follows a kernel of torch's. A counter that is not there is left out."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import pipes
+
+    alu = "sm__inst_executed_pipe_alu.avg.pct"
+    assert list(pipes.counters_of(NCU.splitlines())) == [
+        {"kernel": "q2_rotate", "gpu__time_duration.sum": 1070.2, alu: 41.5},
+        {"kernel": "q2_rotate", "gpu__time_duration.sum": 33.1},
+    ]
+
+
 def test_every_case_is_counted_for_every_architecture(predicted) -> None:
     architectures = {device.architecture for device in devices.DATA_SHEETS}
-    assert all(set(counts) == architectures for counts in counted().values())
+    for row in counted().values():
+        assert set(row["instructions"]) == set(row["pipes"]) == architectures
+        assert all(len(pipes) == len(PIPES) for pipes in row["pipes"].values())
     assert all(case.instructions("sm_90a") > 0 for case in predicted.CASES.values())

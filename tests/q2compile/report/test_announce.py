@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from q2compile.cost_model.devices import data_sheet
 from q2compile.cost_model.predict import predict
+from q2compile.cost_model.ranges import over_bf16
 from q2compile.recipes.published import RECIPES
 from q2compile.report import announce
 from q2compile.report.row import Row
@@ -152,9 +154,11 @@ def test_who_loses_time_is_told(monkeypatch, gpu, recipe, shape, graphs, line):
     prediction = predict(RECIPES[recipe], shape, cuda_graphs=graphs)
     *_, taken.predicted = prediction.plain()
     lines = announce.slower([taken, Row("lm_head", shape)])
+    device = data_sheet(f"NVIDIA {gpu}")
     assert len(lines) == (line is not None)
     for text in lines:
         assert text.startswith(f"on this {gpu.split()[0]} the quantized matmuls") and line in text
+        assert f" {over_bf16([taken.predicted[device.column]]).text('.2g')} times as long" in text
 
 
 def test_a_graph_without_weights_or_all_in_bf16_is_not_the_first(run, caplog):

@@ -11,6 +11,7 @@ import torch
 
 from q2compile.cost_model.devices import DEVICES, H200
 from q2compile.cost_model.quantizers import ROWS_UNROTATED
+from q2compile.cost_model.ranges import Range
 from q2compile.recipes.published import RECIPES
 from q2compile.runtime_kernels import registry
 from q2compile.runtime_kernels.cuda.gemm.cublaslt import Algorithm
@@ -217,7 +218,7 @@ def test_the_fastest_candidate_of_each_shape(gpu) -> None:
     # 2 us of GEMM are little compared with the launches: two of cuBLASLt, and one that dequantizes
     # both operands before a GEMM.
     predicted = [found[f"nvfp4 {name}"].predicted for name in (FIRST, CUDA_BF16)]
-    assert predicted == pytest.approx([6.8, 6.8], abs=0.1)
+    assert [own.text(".1f") for own in predicted] == ["5.0-8.6", "5.0-8.6"]
     own.fastest.clear()
     times[SECOND] = 5.0
     list(measurements.products(own))
@@ -260,10 +261,17 @@ def test_lines_say_times_in_words() -> None:
         return text(row(**parts).as_line()).split("; ")
 
     beside = {"beside": "BF16", "beside_microseconds": 100.0}
-    assert words(microseconds=45.0, predicted=40.0, **beside)[1:] == [
+    assert words(microseconds=45.0, predicted=Range(40.0, 50.0), **beside)[1:] == [
         "0.45 times BF16's time (faster)",
-        "predicted 40.0 us, 0.89",
+        "predicted 40.0-50.0 us, 0.89-1.11",
     ]
+    line = row(microseconds=45.0, predicted=Range(40.0, 50.0), **beside).as_line()
+    ends = {"predicted": 45.0, "predicted_low": 40.0, "predicted_high": 50.0}
+    assert line.items() >= ends.items()
+    earlier = {
+        name: value for name, value in line.items() if name in (*line.keys() - ends, "predicted")
+    }
+    assert text(earlier).endswith("predicted 45.0 us, 1.00")
     assert words(microseconds=120.0, **beside)[1] == "1.20 times BF16's time (slower)"
     copies = words(
         microseconds=126.0, minimum=120.0, p90=130.0, beside="copy", beside_microseconds=100.0
@@ -280,7 +288,7 @@ def test_predictions_beside_a_data_sheet(gpu) -> None:
     rows = {row.name: row for row in measurements.quantizers(own)}
     assert set(rows) == {*OTHERS, *CASES}
     for name, row in rows.items():
-        assert row.predicted == pytest.approx(1e6 * step_of(name, 128 * 256).seconds(H200))
+        assert row.predicted == 1e6 * step_of(name, 128 * 256).seconds(H200)
         assert row.ratio == 1.0 or row.why
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from q2compile.cost_model import rates as table
+from q2compile.cost_model.ranges import Range
 from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.tools.bench.bench import Bench
 from q2compile.tools.bench.rates import INSTRUCTIONS, instructions, rate_launch, rates
@@ -42,10 +43,10 @@ def test_which_instructions_an_architecture_has() -> None:
 
 
 def test_the_cost_model_says_which_are_measured(monkeypatch) -> None:
-    assert table.lanes("F2FP.E2M1", "sm_100a") == (64.0, False)
+    assert table.lanes("F2FP.E2M1", "sm_100a") == (Range(64, 64), False)
     monkeypatch.setitem(table.MEASURED, ("sm_100a", "F2FP.E2M1"), 32.0)
-    assert table.lanes("F2FP.E2M1", "sm_100a") == (32.0, True)
-    assert table.lanes("F2FP.E4M3", "sm_100a") == (64.0, False)
+    assert table.lanes("F2FP.E2M1", "sm_100a") == (Range(32, 32), True)
+    assert table.lanes("F2FP.E4M3", "sm_100a") == (Range(64, 64), False)
 
 
 def test_a_cpu_has_no_rates() -> None:

@@ -409,7 +409,9 @@ def test_codes_are_compiled_with_their_graph():
 
     weights = [nn.Parameter(torch.randn(n, 32)) for n in (32, 64, 32)]
     sites = [(i, FORM) for i in range(3)]
-    call = graph_inputs.with_codes(lambda *args: len(args), sites, weights, compile_form)
+    call = graph_inputs.CachedInputs(None).with_codes(
+        lambda *args: len(args), sites, weights, compile_form
+    )
     assert compiled == [(32, 32), (64, 32)]
     assert call(*weights) == 3 + 3 * 3 and len(compiled) == 2
 

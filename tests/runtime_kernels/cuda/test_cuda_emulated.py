@@ -179,8 +179,7 @@ def test_swizzled_scales(rows, blocks) -> None:
     got = swizzled(Factor(torch.empty(rows, 0), scales, None, get_scheme("nvfp4")))
     assert_same_bits((got,), (swizzle_32x4x4(scales),))
     for scheme, side in (("nvfp4_16x16", 16), ("mxfp4_rceil_32x32", 32)):
-        codes = torch.empty(side * rows, 0)
-        shared = swizzled(Factor(codes, scales, None, get_scheme(scheme)))
+        shared = swizzled(Factor(torch.empty(side * rows, 0), scales, None, get_scheme(scheme)))
         repeated = scales.view(torch.uint8).repeat_interleave(side, 0).view(scales.dtype)
         assert_same_bits((shared,), (swizzle_32x4x4(repeated),))
 

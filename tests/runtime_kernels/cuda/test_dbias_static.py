@@ -59,7 +59,7 @@ def test_instructions_more_an_element(recipe, architecture) -> None:
     kind = "both" if rotates_rows else ROWS_UNROTATED
     key = kind, scheme.replace(SWIZZLED, ""), transform, BF16
     with_dbias = machine_code.recorded((13, 0))[f"dbias {recipe}"][architecture]["instructions"]
-    more = with_dbias - counted()[key][architecture]
+    more = with_dbias - counted()[key]["instructions"][architecture]
     swizzling = 2.4 * (scheme.endswith(SWIZZLED) and scheme.startswith("mxfp4"))
     # quartet's dequantizing loop is scheduled differently: 3.3 more of 40.6.
     otherwise = 1.6 * (recipe == "quartet" and scheme.endswith(DEQUANTIZED))

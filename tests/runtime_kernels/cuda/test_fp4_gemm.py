@@ -25,7 +25,6 @@ from q2compile.runtime_kernels.cuda.gemm.cublaslt import GemmKind
 from q2compile.runtime_kernels.cuda.jit.launch import LaunchError
 from q2compile.runtime_kernels.numerics.scaled_codes import scaled_codes
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED, get_scheme
-from q2compile.runtime_kernels.ops.gemm import Factor
 from q2compile.runtime_kernels.registry import KernelWarning, choose, select
 from tests.support.pairwise import pairwise
 from tests.support.pretended_gpu import on_gpu
@@ -170,7 +169,7 @@ def test_in_bf16_as_well_when_fp4_has_failed(monkeypatch, scheme):
         args = (*a, *b, None, swizzled, swizzled, BF16)
         assert torch.equal(cuda_bf16.gemm_bf16(*args), torch.ops.q2.gemm(*args))
     else:  # torch has no product with an fp32 result on a CPU
-        got = cuda_bf16.dequantized(Factor(*a, get_scheme(swizzled)), False).float()
+        got = cuda_bf16.dequantized(cuda_bf16.Factor(*a, get_scheme(swizzled)), False).float()
         assert torch.equal(got, scaled_codes(*a[:2], get_scheme(swizzled)))
     assert set(read) == {scheme}
 

@@ -29,6 +29,7 @@ from q2compile.runtime_kernels.cuda.quantize import plan, quantizers, split_scal
 from q2compile.runtime_kernels.cuda.quantize.grouped_launch import grouped_plan
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED, get_scheme
 from q2compile.runtime_kernels.numerics.swizzle import swizzle_32x4x4
+from q2compile.runtime_kernels.ops.gemm import Factor
 from q2compile.runtime_kernels.ops.table import QuantizerCall
 from tests.support import ptx
 from tests.support import quantizer_calls as calls
@@ -174,7 +175,7 @@ def test_transpose(is_swizzled) -> None:
 
 def test_swizzled_scales() -> None:
     scales = torch.randint(0, 127, (200, 9), dtype=torch.uint8).view(torch.float8_e4m3fn)
-    got = swizzled(scales, 200, get_scheme("nvfp4"))
+    got = swizzled(Factor(torch.empty(200, 0), scales, None, get_scheme("nvfp4")))
     assert_same_bits((got,), (swizzle_32x4x4(scales),))
 
 

@@ -266,7 +266,7 @@ def test_without_memory_it_is_compared_the_next_time(monkeypatch, error) -> None
     def multiplied(*args):
         raise error
 
-    monkeypatch.setattr(first_launch, "_product", multiplied)
+    monkeypatch.setattr(first_launch, "bf16_product", multiplied)
     a, b = factors(16, 16, 32)
     first_launch.compare(request(1), product(a, b), arguments(a, b))
     assert not first_launch.known(request(1))
@@ -281,9 +281,9 @@ def test_nothing_is_compared_in_a_cuda_graph_capture(monkeypatch, capturing) -> 
 
     a, b = factors(16, 16, 32)
     result, compared = product(a, b).as_subclass(OnGpu), []
-    multiplied = first_launch._product
+    multiplied = first_launch.bf16_product
     monkeypatch.setattr(
-        first_launch, "_product", lambda *rows: compared.append(rows) or multiplied(*rows)
+        first_launch, "bf16_product", lambda *rows: compared.append(rows) or multiplied(*rows)
     )
     first_launch.compare(request(1), result, arguments(a, b))
     assert len(compared) == (not capturing) and first_launch.known(request(1)) == (not capturing)

@@ -43,9 +43,11 @@ function kernelList(row, gemm) {
   return h("ul.kernels", row.kernels[gemm].split(", ").map(item));
 }
 
-function timesText(name, { microseconds, bf16_microseconds: bf16 }) {
-  const times = `${microsecondsText(microseconds)}, BF16 ${microsecondsText(bf16)}`;
-  return h("li", h("b", name), ` ${timeWords(microseconds / bf16)}: ${times}`);
+function timesText(name, times) {
+  const [own, bf16] = ["microseconds", "bf16_microseconds"].map((key) =>
+    rangeText(totalOf([times], key), microsecondsText),
+  );
+  return h("li", h("b", name), ` ${timeWords(overBf16([times]))}: ${own}, BF16 ${bf16}`);
 }
 
 function sourceText([file, line, code]) {

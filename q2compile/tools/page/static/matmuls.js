@@ -213,9 +213,9 @@ function textMatches(row, text) {
   return text.split(/\s+/).every((word) => row.searched.includes(word));
 }
 
-// [{name, title, label, id, value(row), of(values), text(value), more(row, value)}]: those with
-// value have a figure, and can be sorted by it. more: attributes of the cell of a line whose first
-// row with that value is ``row``.
+// [{name, title, label, id, value(row), of(values), text(value, row), more(row, value)}]: those
+// with value have a figure, and can be sorted by it. row: the first of a line that has the value;
+// more: attributes of the cell.
 function tableColumns(data) {
   const ratio = (name, value, more) => ({
     ...{ value, of: largestOf, label: name, text: (number) => number.toFixed(2), more },
@@ -253,10 +253,13 @@ function tableColumns(data) {
       text: percentText,
     },
     ...data.devices.map(({ column, name }) => ({
-      ...ratio(name, (row) => row.ratios[column] ?? null, ratioAttributes),
+      ...ratio(name),
       name: `Time on ${name}, BF16 = 1`,
       title: `Predicted time on ${name} divided by BF16's, for its GEMMs and quantizers only`,
       id: column,
+      value: (row) => (row.ratios[column] ? middleOf(row.ratios[column]) : null),
+      text: (_, row) => rangeText(row.ratios[column], (end) => end.toFixed(2)),
+      more: (row, middle) => ratioAttributes(row.ratios[column], middle),
     })),
   ];
 }
@@ -271,7 +274,7 @@ function figureCell(column, rows) {
   const value = columnValue(column, rows);
   const of = rows.find((row, i) => column.value(row, i, rows) === value);
   const more = value !== null && column.more ? column.more(of, value) : { class: "number" };
-  return h("td", { "data-label": column.label, ...more }, value === null ? "" : column.text(value));
+  return h("td", { "data-label": column.label, ...more }, value === null ? "" : column.text(value, of));
 }
 
 function errorAttributes({ module, error: { high, what, error, gaussian, step } }) {
@@ -280,8 +283,8 @@ function errorAttributes({ module, error: { high, what, error, gaussian, step } 
   return { class: `number error${high ? " slower" : ""}`, title };
 }
 
-function ratioAttributes(row, ratio) {
-  return { class: `number ratio${ratio > 1.005 ? " slower" : ""}`, title: timeWords(ratio) };
+function ratioAttributes(range, middle) {
+  return { class: `number ratio${middle > 1.005 ? " slower" : ""}`, title: timeWords(range) };
 }
 
 // A module's share, once for several matmuls of it.

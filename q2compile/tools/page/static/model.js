@@ -32,7 +32,7 @@ function loadModel(data) {
     const recipe = row.recipe === null ? null : data.recipes[row.recipe];
     const ratios = Object.entries(row.predicted).map(([device, times]) => [
       device,
-      times.microseconds / times.bf16_microseconds,
+      overBf16([times]),
     ]);
     Object.assign(row, run, {
       place,

@@ -129,21 +129,24 @@ function timeTiles(data) {
 function timeTile(title, devices, ...notes) {
   const known = devices.filter(([, times]) => times.length);
   if (!known.length) return null;
-  const ratios = [];
+  const all = { low: Infinity, high: 0 };
   const bars = known.map(([name, times]) => {
-    const own = sumOf(times.map((one) => one.microseconds));
-    const bf16 = sumOf(times.map((one) => one.bf16_microseconds));
-    const tint = own > bf16 ? "var(--series-3)" : "var(--series-0)";
-    ratios.push(own / bf16);
+    const [own, bf16] = ["microseconds", "bf16_microseconds"].map((key) => totalOf(times, key));
+    const ratio = overBf16(times);
+    const largest = Math.max(middleOf(own), middleOf(bf16));
+    const tint = middleOf(ratio) > 1 ? "var(--series-3)" : "var(--series-0)";
+    const text = (range) => () => rangeText(range, microsecondsText);
+    Object.assign(all, {
+      low: Math.min(all.low, ratio.low, ratio.high),
+      high: Math.max(all.high, ratio.low, ratio.high),
+    });
     return [
-      h("p.device", h("b", name), ` ${timeWords(own / bf16)}`),
-      bar("here", own, Math.max(own, bf16), microsecondsText, tint),
-      bar("BF16", bf16, Math.max(own, bf16), microsecondsText),
+      h("p.device", h("b", name), ` ${timeWords(ratio)}`),
+      bar("here", middleOf(own), largest, text(own), tint),
+      bar("BF16", middleOf(bf16), largest, text(bf16)),
     ];
   });
-  const bounds = [Math.min(...ratios), Math.max(...ratios)];
-  const words = new Set(bounds.map((ratio) => ratio.toFixed(ratio >= 2 ? 1 : 2)));
-  return tile(title, `${[...words].join(" to ")} times BF16's`, bars, notes);
+  return tile(title, `${rangeText(all, ratioText(all))} times BF16's`, bars, notes);
 }
 
 function microsecondsText(microseconds) {

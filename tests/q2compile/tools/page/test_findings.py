@@ -148,6 +148,9 @@ def test_of_a_small_model_one_sentence_and_no_policy():
     texts, policy = found(rows(slower=small, gpu_microseconds=8, host_microseconds=9), telemetry())
     assert texts[0].startswith(f"{said}, because the GPU waits for the host") and policy == {}
     assert '{"mode": "reduce-overhead"}' in texts[0]
+    ends = {"microseconds_low": 130, "microseconds_high": 180}
+    texts, _ = found(rows(slower=small, **ends), telemetry())
+    assert "predicted to take 1.30-1.80 times as long" in texts[0]
 
 
 def test_an_operand_with_outliers():

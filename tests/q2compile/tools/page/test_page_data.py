@@ -9,6 +9,7 @@ import re
 import pytest
 import torch
 
+from q2compile.cost_model.ranges import Range
 from q2compile.report.row import Row
 from q2compile.tools.measure import measure
 from q2compile.tools.page.command import run_page
@@ -136,6 +137,9 @@ def test_saved_tensors_without_a_backward_and_of_symbolic_size():
         (1.0, "as long as BF16"),
         (1.1, "1.10 times BF16's time (slower)"),
         (3.1, "3.1 times BF16's time (slower)"),
+        (Range(0.4, 0.65), "0.40-0.65 times BF16's time (faster)"),
+        (Range(0.9, 1.2), "0.90-1.20 times BF16's time"),
+        (Range(2.4, 3.1), "2.4-3.1 times BF16's time (slower)"),
     ],
 )
 def test_times_in_words(ratio, words):

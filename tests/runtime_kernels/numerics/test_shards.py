@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 import q2compile.linear.dense  # noqa: F401  registers the ops
-from q2compile.runtime_kernels.numerics.schemes import SCHEMES
-from q2compile.weight_cache import shard_codes
+from q2compile.recipes.recipe import Operand
+from q2compile.runtime_kernels.numerics import shards
+from q2compile.runtime_kernels.numerics.schemes import SCHEMES, Scheme
+from q2compile.runtime_kernels.numerics.shards import ShardLayout
+from q2compile.runtime_kernels.numerics.transforms import TRANSFORMS
 from q2compile.weight_cache.cache import CodesLayout
-from q2compile.weight_cache.shard_codes import ShardLayout
 from tests.support.pairwise import pairwise
 
 # All that quantize a weight in the forward: deterministic, and any global scale.
@@ -26,11 +28,20 @@ def whole_codes(w: Tensor, operand: str, dtype: torch.dtype) -> list[Tensor]:
     return torch.ops.q2.quantize_weight(w, operand, dtype)
 
 
+def scheme_of(operand: str) -> Scheme:
+    return SCHEMES[Operand.parse(operand).scheme]
+
+
+def why_not(operand: str, dtypes: set[torch.dtype], layout: ShardLayout) -> str:
+    transform = TRANSFORMS[Operand.parse(operand).transform]
+    return shards.why_not(scheme_of(operand), transform, dtypes, layout)
+
+
 def gathered_codes(
     w: Tensor, operand: str, dtype: torch.dtype, ranks: int, dim: int = 0, transposed: bool = False
 ) -> list[Tensor]:
     """Gathered like on ranks: shards of equal rows, the last ones with padding."""
-    scheme = shard_codes.scheme_of(operand)
+    scheme = scheme_of(operand)
     height = scheme.block[0]
     size = math.ceil(w.shape[dim] / ranks)
     if dim == 0 and w.ndim == 2 and not transposed:
@@ -39,23 +50,22 @@ def gathered_codes(
     more[dim] = ranks * size - w.shape[dim]
     cut = torch.cat([w, w.new_zeros(more)], dim).split(size, dim)
     layout = ShardLayout.of(w.shape, cut[0].shape, dim, transposed)
-    assert not shard_codes.why_not(operand, {dtype}, layout)
+    assert not why_not(operand, {dtype}, layout)
     form, rows = CodesLayout(operand, dtype, transposed), layout.rows
-    shards = [shard_codes.with_rows(form.matrix(s), operand) for s in cut]
-    first = [whole_codes(s, operand, dtype) for s in shards]
+    matrices = [form.matrix(s).contiguous() for s in cut]
+    first = [whole_codes(m, operand, dtype) for m in matrices]
     if scheme.global_scale != "none":
-        own = [form.matrix(s).contiguous() for s in cut]
-        pairs = zip([whole_codes(s, operand, dtype) for s in own], own, strict=True)
-        numbers = [shard_codes.agreement([shard_codes.found_in(p, s, operand)]) for p, s in pairs]
-        agreed = torch.stack(numbers).amax(0)
-        global_scale = shard_codes.global_scale(agreed)
-        (filling,) = shard_codes.filling(agreed, global_scale, [operand])
-        for shard in shards:
-            shard_codes.fill(shard, rows, operand, filling)
-        first = [whole_codes(s, operand, dtype) for s in shards]
-    sent = [shard_codes.of_shard(p, rows, operand) for p in first]
+        found = [(torch.ops.q2.amax(m), None) for m in matrices]
+        if not scheme.takes_amax:
+            found = [shards.found_in(p) for p in first]
+        agreed = torch.stack([shards.agreement([one]) for one in found]).amax(0)
+        global_scale = shards.global_scale(agreed)
+        matrices = [shards.filled(m, scheme, agreed[0], global_scale[0]) for m in matrices]
+        first = [whole_codes(m, operand, dtype) for m in matrices]
+    sent = [shards.of_shard(p, rows, scheme) for p in first]
+    assert {len(tensors) for tensors in sent} == {shards.sent_parts(scheme)}
     received = [torch.cat(parts) for parts in zip(*sent, strict=True)]
-    codes, scales, *mask = shard_codes.of_whole(received, layout, operand)
+    codes, scales, *mask = shards.of_whole(received, layout, scheme)
     g = first[0][2]
     assert all(torch.equal(p[2], g) for p in first)
     if scheme.global_scale == "pow2":
@@ -121,7 +131,7 @@ CUTS = [  # shape, ranks, the dimension that is cut, transposed
 def test_any_cut(operand: str, cut) -> None:
     shape, ranks, dim, transposed = cut
     # So large that each part holds whole blocks.
-    larger = max(1, shard_codes.scheme_of(operand).block[0] // 16)
+    larger = max(1, scheme_of(operand).block[0] // 16)
     shape = (*shape[:-2], shape[-2] * larger, shape[-1] * larger)
     w = adversarial(math.prod(shape[:-1]), shape[-1], 5).view(shape)
     assert_same(w, operand, torch.float32, ranks, dim, transposed)
@@ -185,7 +195,7 @@ def test_a_weight_beyond_the_range_has_no_global_scale() -> None:
 
 def test_columns_in_half_blocks_are_gathered_as_values() -> None:
     layout = ShardLayout.of((1024, 16), (34, 16), 0, transposed=True)
-    why = shard_codes.why_not("nvfp4_pow2", {torch.float32}, layout)
+    why = why_not("nvfp4_pow2", {torch.float32}, layout)
     assert why == "a rank has 34 of its 1024 columns, and a block spans 16"
 
 
@@ -202,5 +212,5 @@ def test_columns_in_half_blocks_are_gathered_as_values() -> None:
 )
 def test_what_is_gathered_as_values(operand, dtypes, rows, why) -> None:
     layout = ShardLayout.of((2 * rows, 64), (rows, 64), 0)
-    found = shard_codes.why_not(operand, dtypes, layout)
+    found = why_not(operand, dtypes, layout)
     assert (why in found) if why else not found
