@@ -88,7 +88,7 @@ def hashes(call: QuantizerCall, kernel: str | None = None) -> dict[str, str]:
 
     kernel: its name; by default the one that serves the call.
     """
-    function = select(call.spec.name, call.positional, kernel)
+    function = select(call.spec.name, call.positional, kernel or kernel_of(call))
     made = function(*call.positional)
     names = [
         f"{'columnwise' if operand.columnwise else 'rowwise'} {part}"
