@@ -40,7 +40,7 @@ class LaunchOutput(ir.InputsKernel):
         self.name = V.graph.register_buffer(self)
         self.writer: Launches | None = None
 
-    def get_defining_op(self) -> ir.Operation | None:
+    def get_defining_op(self) -> Any:
         return self.writer
 
     def should_allocate(self) -> bool:
