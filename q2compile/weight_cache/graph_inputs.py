@@ -105,6 +105,7 @@ class CachedInputs:
             process.
         """
         merged = Merged.of_model(self._root)
+        in_place = self._cuda_graphs  # the call must not hold the model
         makers: dict[Any, Callable[..., Any]] = {}
         made = [maker(makers, form, example_inputs[i].detach(), compile_form) for i, form in sites]
         first = True
@@ -118,7 +119,7 @@ class CachedInputs:
             for (index, form), make in zip(sites, made, strict=True):
                 w = args[index]
                 adapters = () if merged is None else merged.of(w)
-                codes += parts_of(w, form, make, adapters, in_place=self._cuda_graphs)
+                codes += parts_of(w, form, make, adapters, in_place=in_place)
             return compiled(*args, *codes)
 
         return call

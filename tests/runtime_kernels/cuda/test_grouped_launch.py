@@ -278,7 +278,7 @@ class OnGpu:
             site_call(calls.again(..., ..., ..., ..., RTN, scheme, "rht128", 200, 1), 3),
         )
         products = ((0, 2), (1, 2)), ((0, 5), 0)
-        self.site = CallSite(*made, fixed=True, products=products, others=(...,))
+        self.site = CallSite(*made, fixed=True, products=products, others=1)
         self.given = [t.cuda() for t in self.fresh(0)]
         self.buffers = [torch.zeros_like(t).cuda() for t in self.want()]
 
