@@ -103,7 +103,7 @@ class Output(NamedTuple):
     def strides(self) -> tuple[int, ...]:
         strides = [1]
         for size in self.shape[:0:-1]:
-            strides.append(strides[-1] * size)
+            strides.append(strides[-1] * max(size, 1))  # as torch's, also without elements
         return tuple(reversed(strides)) if self.shape else ()
 
     @property

@@ -82,10 +82,16 @@ RARE = ("LDS.U16",)
 
 
 def rotate(
-    source: int, transform: str, scheme: str, directions: tuple, amax: bool = False, **options
+    source: int,
+    transform: str,
+    scheme: str,
+    directions: tuple,
+    amax: bool = False,
+    overlaps: bool = False,
+    **options,
 ) -> Launch:
     how = get_transform(transform), get_scheme(scheme), *directions
-    return rotate_launch(RotatingKernel(source, *how, **options), amax)
+    return rotate_launch(RotatingKernel(source, *how, **options), amax, overlaps)
 
 
 def align(scheme: str, interleaved: bool) -> Launch:
