@@ -410,7 +410,7 @@ class CallArguments(dict[str, Config]):
         except ConfigError:
             return False  # Dynamo calls the backend then, and that raises it
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None
 
 
 def _check_kernel_names(what: str, names: Sequence[str]) -> None:

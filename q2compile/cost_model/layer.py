@@ -169,8 +169,8 @@ def _joint(
     is_trained, experts = len(gemms) > 1, _EXPERTS if grouped else 1
 
     def joint(x: Any, w: Any, third: Any, dy: Any, *codes: Any) -> list[torch.Tensor]:
-        bias_and_ends = (None, third) if grouped else (third, None)
-        y = LinearFunction.forward(ctx, computed(x), w, *bias_and_ends, recipe, 0, *codes)
+        added, ends = (None, third) if grouped else (third, None)
+        y = LinearFunction.forward(ctx, computed(x), w, added, ends, recipe, 0, *codes)
         grads = LinearFunction.backward(ctx, computed(dy)) if is_trained else ()
         return [y, *(grad for grad in grads if grad is not None)]
 

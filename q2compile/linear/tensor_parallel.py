@@ -89,7 +89,8 @@ class ShardingPlan:
         if isinstance(bias, DTensor) and any(p.is_partial() for p in bias.placements):
             return f"the bias is a DTensor placed {bias.placements}: a pending sum"
         sizes = [n for n, p in zip(w.device_mesh.shape, w.placements, strict=True) if p == Shard(1)]
-        return cls(*zip(*rows, strict=True), math.prod(sizes))
+        columns: Any = (*zip(*rows, strict=True), math.prod(sizes))
+        return cls(*columns)
 
 
 class _Addend(torch.autograd.Function):

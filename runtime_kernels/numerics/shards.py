@@ -94,11 +94,11 @@ def why_not(
     weight is in, and that it is cast to."""
     height, unit = scheme.block[0], max(scheme.width, transform.size)
     rows = layout.shard[1] if layout.dim == 1 else layout.rows  # that follow each other in it
-    columns = (layout.shard[2], layout.whole[2]) if layout.dim == 2 else ()
+    own, columns = layout.shard[2], layout.whole[2]
     if rows % height:
         return f"a rank has {rows} of its rows, and a block spans {height}"
-    if any(count % unit for count in columns):
-        return f"a rank has {columns[0]} of its {columns[1]} columns, and a block spans {unit}"
+    if layout.dim == 2 and (own % unit or columns % unit):
+        return f"a rank has {own} of its {columns} columns, and a block spans {unit}"
     if scheme.global_scale != "none" and transform.size > 1:
         return f"its global scale is found after the rotation {transform.name}"
     if scheme.global_scale != "none" and torch.float16 in dtypes:

@@ -103,7 +103,8 @@ def gathered_weight(x: fx.Node) -> GatheredWeight | None:
             sizes[1], sizes[2] = sizes[2], sizes[1]
             dim = 3 - dim if dim else 0
     assert wait is not None
-    whole = [size * int(gather.args[1]) if i == dim else size for i, size in enumerate(sizes)]
+    ranks: Any = gather.args[1]
+    whole = [size * ranks if i == dim else size for i, size in enumerate(sizes)]
     layout = ShardLayout.of(whole, sizes, dim)
     return GatheredWeight(gather, tuple(between), layout, frozenset(_readers(wait)))
 

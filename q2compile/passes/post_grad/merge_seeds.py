@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -73,7 +75,8 @@ def _drawn_by_key(first: fx.Node, count: int, key: int) -> fx.Node:
     def drawn(anchor: torch.Tensor) -> torch.Tensor:
         return seeds(torch.ops.q2.draw(anchor, key, count), count, key)
 
-    node: fx.Node = write(first, drawn, first.args[0])[0]
+    anchor: Any = first.args[0]
+    node: fx.Node = write(first, drawn, anchor)[0]
     return node
 
 
