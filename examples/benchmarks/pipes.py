@@ -33,7 +33,10 @@ from q2compile.tools.bench.cases import CASES, calls_of_quantizers
 from q2compile.tools.bench.timing import captured, time_in_turns
 
 _SECTIONS = ("ComputeWorkloadAnalysis", "SpeedOfLight", "SchedulerStats")
-_SHOWN = re.compile(r"^sm(sp)?__(inst|pipe|cycles_active|issue)|^gpu__time_duration.sum$")
+_SHOWN = re.compile(  # shares of peak while a multiprocessor is active
+    r"^(sm__inst_executed_pipe_\w+|smsp__issue_active)\.avg\.pct(_of_peak_sustained_active)?$"
+    r"|^gpu__time_duration\.sum$"
+)
 _MARK = "elementwise"  # in the name of torch's kernel ahead of each call
 _SECONDS = 600
 

@@ -27,11 +27,15 @@ MEMORY_SHARE = Range(0.78, 0.88)
 TRANSPOSE_REACH = 0.65
 # The share of the issue slots that a quantizer's loop over tiles fills. With random bits it is
 # lower, since 64-bit products take two slots and have a longer latency. The middle was fitted to
-# the rows of kernels.json (2026-11-26), at both shapes; the ends hold for most of them.
+# the rows of kernels.json (2026-11-26), at both shapes; the ends hold for most of them. pipes.json
+# (2026-11-29, one H200): medians .686 and .617; .573 to .792 and .528 to .674 from the 10th to the
+# 90th percentile.
 ISSUE_SHARE, ISSUE_SHARE_OF_RANDOM_BITS = Range(0.62, 0.76), Range(0.57, 0.69)
-# The share of its cycles to which the fullest pipe of a quantizer is filled at least: assumed. At
-# ISSUE_SHARE an H200's fullest pipe is at 0.44, which sets no limit, but the packed arithmetic of
-# 10.x would fill 0.72 to 0.84. So the pipe holds nothing up, or it stops at this share.
+# The share of its cycles to which the fullest pipe of a quantizer is filled at least: assumed. By
+# ncu (pipes.json) an H200's is at 0.63, ALU, beside 0.57 of the issue slots; the packed arithmetic
+# of 10.x would fill 0.72 to 0.84. So the pipe holds nothing up, or it stops at this share. The
+# counters are 1.03 (FMA; .85 to 1.34) and 1.15 times (ALU; .99 to 1.46) what the counted
+# instructions of the loop derive.
 PIPE_SHARE = Range(0.65, 1.0)
 # The constant time of a launch: from the end of one kernel's work to the start of the next one's,
 # with its ramp and its tail. Half of the part of calls of two launches in kernels.json that does
