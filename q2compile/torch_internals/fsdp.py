@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
-from q2compile.torch_internals.storage import withheld_like
+from q2compile.torch_internals.storage import WithheldMemory
 
 # Its name from torch 2.13 on, where the older one warns.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -198,7 +198,7 @@ class Wire:
     gathered, too; None for the values alone. It is asked in each gather.
 
     As long as the buffers alone are gathered, reading the parameter raises RuntimeError(message)
-    (`withheld_like`). FSDP2 has no hook for the moment at which it frees a parameter. But it
+    (`WithheldMemory`). FSDP2 has no hook for the moment at which it frees a parameter. But it
     asks each tensor that it frees for its storage, so the last of them is a `_WhenFreed`.
 
     FSDP2 puts values of shards along another dimension than 0 in order behind the gather, and can't
@@ -210,7 +210,7 @@ class Wire:
         self, record: Any, before: Callable[[], tuple[list[Tensor], bool] | None], message: str
     ) -> None:
         self._record, self._before, self._message = record, before, message
-        self._withheld: Tensor | None = None
+        self._withheld: WithheldMemory | None = None
         self._own: Tensor | None = None  # the parameter in its own memory, while it has the other
         self._values: list[Tensor] = []  # what FSDP2 gathers values into
         self._buffers: list[Tensor] = []  # what the ranks send is gathered into
@@ -239,8 +239,7 @@ class Wire:
                 setattr(local, name, partial(_copied_plain, local, name))
             parameter = gathered_parameter(self._record)
             if self._withheld is None and parameter is not None:
-                like = local_part(parameter).detach()
-                self._withheld = withheld_like(like, self._message)
+                self._withheld = WithheldMemory(local_part(parameter), self._message)
             if self._record.offload_to_cpu:
                 # FSDP2 looks the two up on a copy on the GPU, which has no attributes.
                 setattr(local, _MOVE, lambda *args, **kwargs: local)
@@ -305,7 +304,7 @@ class Wire:
             local = local_part(parameter)
             with torch.inference_mode(False):
                 self._own = local.data
-                local.data = self._withheld
+                local.data = self._withheld.tensor
 
     def _give_back(self) -> None:
         parameter = gathered_parameter(self._record)
@@ -313,6 +312,12 @@ class Wire:
             with torch.inference_mode(False):
                 local_part(parameter).data = self._own
             self._own = None
+        if self.was_read():
+            raise RuntimeError(self._message)
+
+    def was_read(self) -> bool:
+        """Whether the parameter was read without values since the last call (`WithheldMemory`)."""
+        return self._withheld is not None and self._withheld.was_read()
 
     def gather_values(self) -> None:
         """Where the buffers alone were gathered, gather the values as well: a collective, which

@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+from contextlib import suppress
+
 import torch
 from torch import Tensor
 
@@ -24,15 +28,45 @@ def share_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(torch._C._is_alias_of(one, other))  # type: ignore[attr-defined]
 
 
-def withheld_like(like: Tensor, message: str) -> Tensor:
-    """A tensor of the shape, strides, dtype and device of ``like``, whose values are not there: an
-    op that reads it raises RuntimeError(message). A torch built without CUDA can't raise it, and
-    there the values are NaN."""
-    with torch.inference_mode(False):
-        if _raise_where_read is None:
-            return torch.full_like(like, torch.nan)
+class WithheldMemory:
+    """Memory for a tensor whose values are not there: reading it is an error.
+
+    A torch built with CUDA raises ``message`` in the op that reads, on every device. One without
+    can't. There the memory is zeros, which the system hands out when they are first read, and
+    `was_read` says afterwards whether it has done so.
+
+    tensor  of the shape, strides, dtype and device of ``like``, in this memory
+    """
+
+    def __init__(self, like: Tensor, message: str) -> None:
+        self._pages = 0
         size = max(like.numel() * like.itemsize, 1)
-        storage = torch._C._construct_storage_from_data_pointer(0, like.device, size)
-        withheld = like.new_empty(0).set_(storage, 0, like.shape, like.stride())
-        _raise_where_read(withheld.untyped_storage()._cdata, message)
-        return withheld
+        with torch.inference_mode(False):
+            if _raise_where_read is not None:
+                storage = torch._C._construct_storage_from_data_pointer(0, like.device, size)
+                self.tensor = like.new_empty(0).set_(storage, 0, like.shape, like.stride())
+                _raise_where_read(self.tensor.untyped_storage()._cdata, message)
+                return
+            self._mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            with suppress(OSError):  # a system without huge pages
+                # A huge page would be of the memory beside it, too, and handed out for that.
+                self._mapped.madvise(mmap.MADV_NOHUGEPAGE)
+            flat = torch.frombuffer(self._mapped, dtype=like.dtype)
+            self.tensor = flat.as_strided(like.shape, like.stride())
+        # A system that calls all pages resident, as gVisor does, can't tell which are read.
+        pages = -(-size // mmap.PAGESIZE)
+        self._pages = 0 if self._is_resident(pages) else pages
+
+    def was_read(self) -> bool:
+        """Whether the memory was read since the last call, and the op that read it did not raise an
+        error."""
+        if not self._pages or not self._is_resident(self._pages):
+            return False
+        self._mapped.madvise(mmap.MADV_DONTNEED)  # as new
+        return True
+
+    def _is_resident(self, pages: int) -> bool:
+        found = (ctypes.c_ubyte * pages)()
+        address = ctypes.c_void_p(self.tensor.data_ptr())
+        ctypes.CDLL(None).mincore(address, ctypes.c_size_t(pages * mmap.PAGESIZE), found)
+        return any(page & 1 for page in found)

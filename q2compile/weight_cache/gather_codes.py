@@ -67,8 +67,8 @@ def gather_codes(model: nn.Module) -> int:
     their modules show the shards. Values are gathered beside codes where a module has a hook on any
     rank, or a forward that is not compiled and names a weight inside it, also in a function that it
     names (`eager_readers`); a warning says so. Other code that is not compiled and reads a weight
-    in the middle of the model's forward or backward gets a RuntimeError from the op that reads (NaN
-    in a torch built without CUDA). It should read in a hook, before or after the forward, or be
+    in the middle of the model's forward or backward gets a RuntimeError, from the op that reads or
+    at the end of the forward. It should read in a hook, before or after the forward, or be
     compiled.
 
     This is a function and not an option of the backend, because options belong to one compiled part

@@ -110,12 +110,15 @@ class Gatherer:
         self._register_again()
         for weight in self.weights:
             weight.end_forward()
+        read = [weight for weight in self.weights if weight.was_read()]
         if output is None:
             return
         grads = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
         hidden = [weight.leave(bool(grads)) for weight in self.weights]
         for t in grads if any(hidden) else ():
             t.register_hook(self._show)
+        if read:
+            raise RuntimeError(read[0].withheld)
 
     @torch.compiler.disable
     def _show(self, gradient: Tensor) -> None:

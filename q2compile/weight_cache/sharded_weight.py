@@ -72,6 +72,7 @@ class ShardedWeight:
     read     whether a graph has read it since `gather_codes`
     agreed   the codes that all ranks take, gathered from now on; None for values
     has_readers  whether `eager_readers` may read it in this forward or its backward
+    withheld the error of code that reads it where only its codes are gathered
     """
 
     def __init__(self, name: str, home: nn.Module, record: Any, group: Any) -> None:
@@ -81,7 +82,8 @@ class ShardedWeight:
         self.read = False
         self.agreed: RequestedCodes | None = None
         self.has_readers = False
-        self._wire = fsdp.Wire(record, self._before_gather, _WITHHELD.format(name=name))
+        self.withheld = _WITHHELD.format(name=name)
+        self._wire = fsdp.Wire(record, self._before_gather, self.withheld)
         self._sent: list[Tensor] = []  # this rank's codes, of the last forward
         self._global_scale: Tensor | None = None
         self._views: tuple[Any, ...] | None = None  # of `_whole`
@@ -126,6 +128,10 @@ class ShardedWeight:
     def end_forward(self) -> None:
         """Drop the codes: after a forward and its backward the optimizer may have stepped."""
         self._runs = False
+
+    def was_read(self) -> bool:
+        """Whether code that is not compiled has read it since the last call, without its values."""
+        return self._wire.was_read()
 
     def leave(self, has_backward: bool) -> bool:
         """Called after a forward, when nobody may see a parameter without values. Where FSDP2 frees
