@@ -30,8 +30,8 @@ _IMPORT_PROLOGUE = (
 
 
 class LaunchOutput(ir.InputsKernel):
-    """A result of launches. Inductor allocates it before the call of the node that writes it. (The
-    base is of those that Inductor takes as tensors in memory.)"""
+    """A result of launches. Inductor allocates it before the call of the node that writes it. (It
+    derives from `InputsKernel` because Inductor treats these as tensors in memory.)"""
 
     def __init__(self, like: torch.Tensor) -> None:
         size, stride = map(ir.convert_shape_to_inductor, (like.size(), like.stride()))
@@ -48,7 +48,7 @@ class LaunchOutput(ir.InputsKernel):
 
     @property
     def is_read(self) -> bool:
-        """Whether a node reads it. Asked when code is generated."""
+        """True if a node reads this output. It is known when code is generated."""
         return self.name not in V.graph.removed_buffers
 
 

@@ -7,7 +7,7 @@ rows, update them here. `examples/benchmarks/predicted.py` shows the errors of t
 predictions. No Blackwell has been measured. The rates of its GEMMs are published ones (the table
 below); all other shares are assumed to be an H200's.
 
-What is not exactly known is a `Range`, whose middle was fitted or is halfway between the sources.
+An uncertain constant is a `Range`; its middle was fitted, or is halfway between its sources.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class RequestedCodes:
 
     @property
     def is_local(self) -> bool:
-        """Whether a block's codes depend on the block alone."""
+        """True if the codes of a block depend on no other block."""
         return self.scheme.global_scale == "none"
 
     def quantized(self, rows: Tensor) -> Sequence[Tensor]:

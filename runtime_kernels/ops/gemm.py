@@ -116,8 +116,8 @@ def _dequantized(factor: Factor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def has_pow2_scales(a: Factor, b: Factor) -> bool:
-    """Whether each operand has a global scale of its own that is a power of two, by which it is
-    multiplied exactly."""
+    """True if each operand has its own global scale and it is a power of two, so that multiplying
+    by it is exact."""
     return a.spec.has_pow2_scale and b.spec.has_pow2_scale and b.global_scale is not None
 
 

@@ -284,7 +284,8 @@ def _text(c: Comparison) -> str:
 
 
 def _all_modules(c: Comparison) -> list[str]:
-    """Whether shares can be believed: the first batch's error, and what the effects add up to."""
+    """Lines that show how far the shares can be trusted: the sum of the modules' effects beside the
+    error that was measured on the first batch."""
     if not c.sum_of_effects:
         return []
     return [
