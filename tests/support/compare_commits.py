@@ -125,12 +125,10 @@ def _models() -> dict[str, Callable[[], Any]]:
         "block": Block,
         "checkpointed": Checkpointed,
         "experts": Experts,
-        "mixture": _mixture,
         "head": lambda: _stack(64, 64, 64, 2048),
         "stack": lambda: _stack(64, 64, 64, 64),
-        "rotary": _rotary,
-        "producers": _producers,
         "tensor_parallel": TensorParallel,
+        **_LARGER,
     }
 
 
@@ -231,6 +229,9 @@ def _producers() -> Any:
             return y * x.float() + y.relu()
 
     return Producers()
+
+
+_LARGER = {"mixture": _mixture, "rotary": _rotary, "producers": _producers}
 
 
 class Case(NamedTuple):

@@ -69,6 +69,8 @@ def quantize_rows_once_pass(graph: fx.Graph) -> int:
             note = f"{there} rows are quantized for the {rows} that are gathered from them"
             node.meta[NOTE] = f"{node.name}: {note}"
             matches += 1
+    if matches:
+        graph.eliminate_dead_code()  # gathered rows that nobody reads any more
     return matches
 
 
@@ -96,7 +98,6 @@ def _quantize_source(
         one.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     for output, part in zip(outputs, gathered, strict=True):
         output.replace_all_uses_with(part, delete_user_cb=lambda user: user not in written)
-    _erase_unread(graph, [n for n in (call.x, call.args["amax"]) if n is not None])
 
 
 def _gather(rows: Tensor, codes: Tensor, scales: Tensor, *mask: Tensor) -> list[Tensor]:
@@ -126,14 +127,3 @@ def _named(
     named = none.index_put((rows,), torch.full((), True, device=rows.device))
     zero = torch.full((), 0, dtype=source.dtype, device=source.device)
     return torch.where(named.unsqueeze(1), source, zero), rows
-
-
-def _erase_unread(graph: fx.Graph, nodes: list[fx.Node]) -> None:
-    """Erase nodes that nobody reads any more, and what only they have read."""
-    pending = set(nodes)
-    while pending:
-        node = max(pending)
-        pending.remove(node)
-        if not node.users and node.op == "call_function" and not node.is_impure():
-            pending.update(node.all_input_nodes)
-            graph.erase_node(node)
