@@ -133,8 +133,9 @@ def test_which_rows_are_a_group_of_their_own():
         product = of_rows(torch.empty(t, 8), recipe)
         assert set(product.ends) == ({"offs", "padded_offs"} if few else set()), t
         if few:
-            assert product.offs.tolist() == [t] and product.padded_offs.dtype == torch.int32
-            assert torch.equal(product.padded_offs, q2.padded_ends(product.offs))
+            offs, padded_offs = product.ends["offs"], product.ends["padded_offs"]
+            assert offs.tolist() == [t] and padded_offs.dtype == torch.int32
+            assert torch.equal(padded_offs, q2.padded_ends(offs))
 
 
 def test_four_over_six_with_sr_in_backward_is_biased():
