@@ -32,7 +32,7 @@ TYPED := build/typed
 # other tests stand on these, on graphs built by hand, or on no torch but its public functions.
 INTERNALS := $(addprefix tests/q2compile/,capture rewrite torch_internals failures \
     $(addprefix compiler/test_,cache_key.py caches.py kernel_counts.py nothing_taken.py short_sums.py) \
-    $(addprefix passes/test_,concatenate_last.py fuse_rotations.py gather_scattered.py joint_passes.py \
+    $(addprefix passes/test_,fuse_rotations.py gather_scattered.py joint_passes.py \
     passes.py quantize_shards.py recompute_mask.py saved_weights.py tabulate.py)) \
     $(addprefix tests/runtime_kernels/,numerics cuda/test_dbias_static.py cuda/test_ptx_training.py \
     cuda/test_cuda_static.py::test_spills_and_instructions_are_those_recorded) \

@@ -21,8 +21,5 @@ def register() -> None:
     from q2compile.lowering.inductor_kernels import (
         tile_config,  # noqa: F401
     )
-    from q2compile.lowering.prologue import (
-        concatenated,  # noqa: F401
-    )
 
     lowerings.register()

@@ -56,7 +56,7 @@ def _without(*passes: str) -> Options:
 # Name of a row -> what is left out.
 LEFT_OUT: dict[str, Options] = {
     "group_launches": _without("group_launches", "gather_quantizers"),
-    "tabulate": _without("tabulate", "concatenate_last"),
+    "tabulate": _without("tabulate"),
     "share_rotations": _without("share_rotations", "share_saved_rotations"),
     "pair_directions": _without("pair_directions"),
     "dequantize_operands": _without("dequantize_operands"),
@@ -72,7 +72,6 @@ EXPERTS: dict[str, Options] = {
 } | {
     "gather_scattered": _without("gather_scattered"),
     "recompute_mask": _without("recompute_mask"),
-    "concatenate_last": _without("concatenate_last"),
     "quantize_rows_once": _without("quantize_rows_once"),
     "unrolled_sums": {"inductor": {"unroll_reductions_threshold": 8}},
 }

@@ -6,5 +6,4 @@ expressions.py      from an expression of Inductor's to a prologue expression fo
 indices.py          the reads that it supports; shorter_steps.py shorter forms of its steps
 fusion_rule.py      when fusing pays
 fused_launches.py   what emits it
-concatenated.py     concatenations that a quantizer reads: one kernel writes all parts
 """

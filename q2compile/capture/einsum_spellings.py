@@ -87,33 +87,37 @@ def _of_parameter(
         if x_sizes.get(index, size) != size:
             why = f"{shown} broadcasts {index!r}, {x_sizes[index]} in x and {size} in w"
             return call.left(why, parameter)
-    stack = expert_spellings.einsum_views(equation.xs, equation.ws, equation.out)
-    views = stack or _linear_views(equation, tuple(example(w).shape))
+    views = _views(equation, tuple(example(w).shape))
     if views is None:
         return call.left(f"{shown} is not activation × parameter, batched or not", parameter)
-    x_views, w_views, y_views = views
-    op = "batched_linear" if stack else "linear"
+    op, x_views, w_views, y_views = views
     return call.taken(parameter, x, w, op=op, x_views=x_views, w_views=w_views, y_views=y_views)
 
 
-def _linear_views(
+def _views(
     equation: _Equation, w_shape: tuple[int, ...]
-) -> tuple[tuple[View, ...], tuple[View, ...], tuple[View, ...]] | None:
-    """The views of x, w and y that make an einsum a linear, None if it is not one.
+) -> tuple[str, tuple[View, ...], tuple[View, ...], tuple[View, ...]] | None:
+    """The op, and the views of x, w and y, that an einsum is; None if it is not one of them.
 
     "btk,nk->btn": none.  "bkt,kn->btn": x.permute(0, 2, 1), w.transpose(0, 1).
     "btd,dhk->bhtk": w.flatten(1, 2).transpose(0, 1), y.unflatten(2, (H, K)).permute(0, 2, 1, 3).
     "bthk,hkd->btd": x.flatten(2, 3), w.flatten(0, 1).transpose(0, 1).
+    "ecd,edf->ecf": w.permute(0, 2, 1).  "gecd,efd->gecf": x.permute(1, 0, 2, 3) and y likewise.
     """
     xs, ws, out = equation.xs, equation.ws, equation.out
-    k = "".join(c for c in ws if c in xs)
+    each = "".join(c for c in ws if c in xs and c in out)
+    k = "".join(c for c in ws if c in xs and c not in out)
     n = "".join(c for c in ws if c not in xs)
     rest = "".join(c for c in xs if c not in ws)
     if not (k and n and ws.isalpha() and len(w_shape) == len(ws)):
         return None
-    if any(len(set(s)) != len(s) for s in (xs, ws)) or sorted(out) != sorted(rest + n):
+    if any(len(set(s)) != len(s) for s in (xs, ws)) or sorted(out) != sorted(rest + each + n):
         return None
-    x_views = (*permuted(xs, rest + k), *_flattened(len(rest), len(k)))
+    x_views = (*permuted(xs, each + rest + k), *_flattened(len(rest), len(k)))
+    y_views = permuted(each + rest + n, out)
+    if each:
+        one = len(each) == len(k) == len(n) == 1
+        return ("batched_linear", x_views, permuted(ws, each + n + k), y_views) if one else None
     if ws == k + n:  # views on either side, and a transpose that a kernel can read
         w_views = (*_flattened(len(k), len(n)), *_flattened(0, len(k)), ("transpose", (0, 1)))
     else:
@@ -122,7 +126,7 @@ def _linear_views(
     if len(n) > 1 and not all(isinstance(size, int) for size in sizes):
         return None
     parts: tuple[View, ...] = (("unflatten", (len(rest), sizes)),) if len(n) > 1 else ()
-    return x_views, w_views, (*parts, *permuted(rest + n, out))
+    return "linear", x_views, w_views, (*parts, *y_views)
 
 
 def _flattened(first: int, count: int) -> tuple[View, ...]:

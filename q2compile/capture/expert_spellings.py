@@ -109,26 +109,6 @@ def _indexed(
     )
 
 
-def einsum_views(xs: str, ws: str, out: str) -> tuple[tuple[View, ...], ...] | None:
-    """The views of x, w and y that make einsum "xs,ws->out" a batched_linear, None if it is none.
-
-    "ecd,edf->ecf": w.permute(0, 2, 1).  "gecd,efd->gecf": x.permute(1, 0, 2, 3) and y likewise.
-    """
-    shared, kept = set(xs) & set(ws), set(ws) & set(out)
-    each, k, n = shared & kept, shared - kept, kept - shared
-    if not len(each) == len(k) == len(n) == 1 or len(ws) != 3 or not (xs + ws + out).isalpha():
-        return None
-    e_, k_, n_ = each.pop(), k.pop(), n.pop()
-    rest = "".join(c for c in xs if c not in (e_, k_))
-    if len(set(xs)) != len(xs) or sorted(out) != sorted(rest + e_ + n_):
-        return None
-    return (
-        permuted(xs, e_ + rest + k_),
-        permuted(ws, e_ + n_ + k_),
-        permuted(e_ + rest + n_, out),
-    )
-
-
 def einsum_look_up(
     call: Call, x: fx.Node, looked_up: fx.Node, xs: str, ws: str, out: str
 ) -> Matmul | NotTaken | None:

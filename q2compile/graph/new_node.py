@@ -12,22 +12,8 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map
 
-from q2compile.graph.nodes import values
 from q2compile.torch_internals.inductor import decompositions
 from q2compile.torch_internals.private_names import TorchDispatchMode
-
-
-def new_node(like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """A call where the graph inserts, with what is noted of another node: its place in the model,
-    and in forward or backward."""
-    name = getattr(target, "overloadpacket", target).__name__  # as AOTAutograd names them
-    node = like.graph.create_node("call_function", target, args, kwargs, name)
-    fakes, named = values((args, kwargs))
-    dropped = ("val", "tensor_meta")
-    node.meta = {k: v for k, v in like.meta.items() if k not in dropped}
-    with _fake_mode(like):
-        node.meta["val"] = target(*fakes, **named)
-    return node
 
 
 def _fake_mode(like: fx.Node) -> Any:
@@ -46,8 +32,18 @@ class _Writer(TorchDispatchMode):
         self._made = {id(node.meta["val"]): (node, node.meta["val"]) for node in given}
 
     def node_of(self, value: Any) -> Any:
-        """The node of a tensor; any other value itself."""
+        """The node of a tensor, or of a size that is a symbol; any other value itself."""
+        if isinstance(value, torch.SymInt):
+            return self._size(value)
         return self._made.get(id(value), (value,))[0] if isinstance(value, torch.Tensor) else value
+
+    def _size(self, size: torch.SymInt) -> fx.Node:
+        """A node for the size of a tensor that is in the graph."""
+        for node, tensor in list(self._made.values()):
+            for dim, of in enumerate(tensor.shape):
+                if isinstance(of, torch.SymInt) and of.node.expr == size.node.expr:
+                    return self._call(torch.ops.aten.sym_size.int, (node, dim), {}, size)
+        raise AssertionError(f"no tensor in the graph has the size {size}")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -68,10 +64,14 @@ class _Writer(TorchDispatchMode):
         return made
 
     def _write(self, target: Any, args: Any, kwargs: Any, made: Any) -> fx.Node:
+        node = self._call(target, args, kwargs, made)
+        self._made[id(made)] = (node, made)
+        return node
+
+    def _call(self, target: Any, args: Any, kwargs: Any, made: Any) -> fx.Node:
         name = getattr(target, "overloadpacket", target).__name__
         node = self.like.graph.create_node("call_function", target, args, kwargs, name)
         node.meta = {k: v for k, v in self.like.meta.items() if k != "tensor_meta"} | {"val": made}
-        self._made[id(made)] = (node, made)
         self.written.append(node)
         return node
 
@@ -80,7 +80,8 @@ def write(
     like: fx.Node, function: Callable[..., Any], *given: fx.Node
 ) -> tuple[Any, list[fx.Node]]:
     """Write what ``function`` does with tensors where the graph inserts. Returns its result, with
-    nodes in place of tensors, and all new nodes. Sizes are numbers, and nothing is done in place.
+    nodes in place of tensors, and all new nodes. Nothing is done in place. Sizes are numbers, or
+    those of tensors that are written.
     """
     writer = _Writer(like, given)
     with torch.no_grad(), _fake_mode(like), writer:
@@ -91,23 +92,3 @@ def write(
         if not node.users and node not in read and not node.is_impure():
             like.graph.erase_node(node)
     return results, [node for node in writer.written if not node._erased]
-
-
-def new_constant(
-    like: fx.Node, size: list[Any], value: Any, of: fx.Node, dtype: torch.dtype | None = None
-) -> fx.Node:
-    """A tensor of one value, where `of` is, of its type or another."""
-    fake = of.meta["val"]
-    return new_node(
-        *(like, torch.ops.aten.full.default, size, value),
-        dtype=dtype or fake.dtype,
-        layout=torch.strided,
-        device=fake.device,
-        pin_memory=False,
-    )
-
-
-def new_size(like: fx.Node, of: fx.Node) -> Any:
-    """How many rows a tensor has: a number, or a node."""
-    size = of.meta["val"].shape[0]
-    return size if isinstance(size, int) else new_node(like, torch.ops.aten.sym_size.int, of, 0)

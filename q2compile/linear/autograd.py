@@ -102,7 +102,16 @@ def dequantized(saved: SavedCodes) -> Tensor:
 
 
 class OneWeight:
-    """How the GEMMs of a layer multiply: here, all rows with one weight."""
+    """How the GEMMs of a layer multiply: here, all rows with one weight.
+
+    ends  of groups of rows that wgrad keeps apart, each in whole chunks of 128: offs, int32 [E],
+          and padded_offs, q2::padded_ends of them; {} for one group of any number of rows. Chunks
+          of few rows are filled so that MS-EDEN is unbiased there, too
+          (`runtime_kernels.numerics.groups`)
+    """
+
+    def __init__(self, **ends: Tensor) -> None:
+        self.ends = ends
 
     def columnwise(
         self, gemm_name: str, x: Tensor, operand: Operand, seed: Tensor | None, rng_offset: int
@@ -110,13 +119,14 @@ class OneWeight:
         """``x`` quantized columnwise, along its rows, which ``gemm_name`` contracts: of dy, or of x
         or w where they are taken in high precision.
         """
-        return _quantize(x, operand, columnwise=True, seed=seed, rng_offset=rng_offset)
+        ends = self.ends if gemm_name == "wgrad" else {}
+        return _quantize(x, operand, columnwise=True, seed=seed, rng_offset=rng_offset, **ends)
 
     def requantized(
         self, gemm_name: str, saved: SavedCodes, operand: Operand, seed: Tensor | None
     ) -> Sequence[Tensor]:
         """x or w, from saved codes, quantized columnwise."""
-        return _requantize(saved, operand, seed)
+        return _requantize(saved, operand, seed, **(self.ends if gemm_name == "wgrad" else {}))
 
     def transposed(self, gemm_name: str, saved: SavedCodes) -> Sequence[Tensor]:
         """x or w as the codes that fprop made, transposed."""
@@ -142,39 +152,16 @@ class OneWeight:
         return (a.t() if gemm_name == "wgrad" else a) @ b
 
 
-class InGroups(OneWeight):
-    """As `OneWeight`, but wgrad keeps groups of rows apart, each in whole chunks of 128. Chunks of
-    few rows are filled so that MS-EDEN is unbiased there, too (`runtime_kernels.numerics.groups`).
-
-    offs: int32 [E], the ends of the groups; padded_offs: q2::padded_ends of them.
-    """
-
-    def __init__(self, offs: Tensor, padded_offs: Tensor) -> None:
-        self.offs, self.padded_offs = offs, padded_offs
-        self.ends = {"offs": offs, "padded_offs": padded_offs}
-
-    def columnwise(
-        self, gemm_name: str, x: Tensor, operand: Operand, seed: Tensor | None, rng_offset: int
-    ) -> Sequence[Tensor]:
-        ends = self.ends if gemm_name == "wgrad" else {}
-        return _quantize(x, operand, columnwise=True, seed=seed, rng_offset=rng_offset, **ends)
-
-    def requantized(
-        self, gemm_name: str, saved: SavedCodes, operand: Operand, seed: Tensor | None
-    ) -> Sequence[Tensor]:
-        return _requantize(saved, operand, seed, **(self.ends if gemm_name == "wgrad" else {}))
-
-
 _AMAX_OF_SCALE = 225.0  # fp8 takes the global scale 1 for an amax above 224 and up to 448
 
 
-class Grouped(InGroups):
+class Grouped(OneWeight):
     """x's rows up to offs[0] with the first of the weights, those up to offs[1] with the next.
 
     The weights are one matrix [E * N, K], and so are their gradients."""
 
     def __init__(self, offs: Tensor, padded_offs: Tensor) -> None:
-        super().__init__(offs, padded_offs)
+        super().__init__(offs=offs, padded_offs=padded_offs)
         self.experts = offs.shape[0]
 
     def columnwise(
@@ -230,16 +217,16 @@ class Grouped(InGroups):
         bias: Tensor | None,
         dtype: Any,
     ) -> Tensor:
-        offs = self.padded_offs if gemm_name == "wgrad" else self.offs
+        offs = self.ends["padded_offs" if gemm_name == "wgrad" else "offs"]
         return torch.ops.q2.grouped_gemm(
             *a, *b, offs, gemm.a.scheme, gemm.b.scheme, gemm_name, dtype
         )
 
     def plain(self, gemm_name: str, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
         if gemm_name == "wgrad":
-            return torch.ops.q2.grouped_mm(a.t(), b, self.offs).flatten(0, 1)
+            return torch.ops.q2.grouped_mm(a.t(), b, self.ends["offs"]).flatten(0, 1)
         w = b.unflatten(0, (self.experts, -1))
-        return torch.ops.q2.grouped_mm(a, w.mT if gemm_name == "fprop" else w, self.offs)
+        return torch.ops.q2.grouped_mm(a, w.mT if gemm_name == "fprop" else w, self.ends["offs"])
 
 
 # From so many rows on one short chunk is too little of them for its bias to count: at most 6% of
@@ -264,8 +251,9 @@ def of_rows(x: Tensor, recipe: Recipe) -> OneWeight:
         return OneWeight()
     if isinstance(rows, int) and not 0 < rows % UNIT <= UNIT // 2:
         return OneWeight()
-    ends = (rows, ceil_div(rows, UNIT) * UNIT)
-    return InGroups(*(torch.full((1,), n, dtype=torch.int32, device=x.device) for n in ends))
+    ends = {"offs": rows, "padded_offs": ceil_div(rows, UNIT) * UNIT}
+    at: Any = {"dtype": torch.int32, "device": x.device}
+    return OneWeight(**{name: torch.full((1,), end, **at) for name, end in ends.items()})
 
 
 class Saved(dict[str, Tensor]):

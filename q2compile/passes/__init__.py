@@ -36,7 +36,6 @@ from q2compile.passes.joint.quantize_shards import quantize_shards_pass
 from q2compile.passes.joint.recompute_mask import recompute_mask_pass
 from q2compile.passes.joint.recompute_weights import recompute_weights_pass
 from q2compile.passes.post_grad.amax_in_quantizer import amax_in_quantizer_pass
-from q2compile.passes.post_grad.concatenate_last import concatenate_last_pass
 from q2compile.passes.post_grad.dequantize_operands import dequantize_operands_pass
 from q2compile.passes.post_grad.fuse_rotations import fuse_rotations_pass, fusion_notes
 from q2compile.passes.post_grad.gather_quantizers import gather_quantizers_pass
@@ -134,7 +133,6 @@ PASSES: tuple[Pass, ...] = (
     _post_grad("amax_in_quantizer", amax_in_quantizer_pass),  # no pass after it looks for an amax
     # After all passes that create or split quantizers.
     _post_grad("gather_quantizers", gather_quantizers_pass),
-    _post_grad("concatenate_last", concatenate_last_pass),  # looks at the quantizers that are left
     _post_grad("tabulate", tabulate_pass),  # before the next, whose kernels read a table of sines
     # Marks what the others leave, and pairs it.
     _post_grad(

@@ -34,7 +34,7 @@ from q2compile.torch_internals.dynamo import called_graphs
 class Patch:
     """One replaced attribute.
 
-    module, owner, key  where it is: an attribute of a class or module, or an item of a dictionary
+    module, owner, key  where it is: an attribute of a class or of a module
     cause     what torch does without it
     upstream  the issue or pull request, or why there is none
     versions  the torch versions that need it
@@ -44,28 +44,19 @@ class Patch:
     name: str
     module: str
     owner: str
-    key: Any
+    key: str
     cause: str
     upstream: str
     versions: str
     benefit: str
 
     def place(self) -> Any:
-        """The class, module or dictionary. Raises ImportError or AttributeError in a torch that has
-        none."""
+        """The class or module. Raises ImportError or AttributeError in a torch that has none."""
         return getattr(import_module(self.module), self.owner)
 
     def value(self) -> Any:
         """The current attribute."""
-        place = self.place()
-        return place[self.key] if isinstance(place, dict) else getattr(place, self.key)
-
-    def set(self, value: Any) -> None:
-        place = self.place()
-        if isinstance(place, dict):
-            place[self.key] = value
-        else:
-            setattr(place, self.key, value)
+        return getattr(self.place(), self.key)
 
 
 PATCHES = (
@@ -79,17 +70,6 @@ PATCHES = (
         upstream="none filed; ends when torch.isinf takes float8_e4m3fn",
         versions="2.11 to 2.15",
         benefit="correctness: the option raises NotImplementedError without it",
-    ),
-    Patch(
-        name="cat",
-        module="torch._inductor.lowering",
-        owner="lowerings",
-        key=torch.ops.aten.cat.default,
-        cause="On a GPU a concatenation that an opaque quantizer reads becomes a loop over the "
-        "result, which computes both parts for each element (lowering/prologue/concatenated.py).",
-        upstream="none: only q2compile knows which quantizers are calls of a kernel",
-        versions="2.11 to 2.15",
-        benefit="gradient of an expert's SwiGLU: 62 instructions per element instead of 21",
     ),
     Patch(
         name="choices",
@@ -151,7 +131,7 @@ class _Installed:
             return (replacement if ours else original)(*args, **kwargs)
 
         self.value = value
-        patch.set(value)
+        setattr(patch.place(), patch.key, value)
 
     def remove(self) -> None:
         """Put the original back, unless somebody else has replaced the attribute since: whoever
@@ -159,7 +139,7 @@ class _Installed:
         """
         self.live = False
         if self.patch.value() is self.value:
-            self.patch.set(self.original)
+            setattr(self.patch.place(), self.patch.key, self.original)
 
 
 _here = _Here()
@@ -195,7 +175,7 @@ def patched() -> Iterator[None]:
 def _install() -> None:
     for patch in PATCHES:
         if patch.name in _REPLACEMENTS and patch.name != "choices":
-            with suppress(ImportError, AttributeError, KeyError):  # a torch that is built otherwise
+            with suppress(ImportError, AttributeError):  # a torch that is built otherwise
                 _installed.append(_Installed(patch))
 
 

@@ -127,9 +127,8 @@ def _models() -> dict[str, Callable[[], Any]]:
         "experts": Experts,
         "head": lambda: _stack(64, 64, 64, 2048),
         "stack": lambda: _stack(64, 64, 64, 64),
-        "rotary": _rotary,
-        "producers": _producers,
         "tensor_parallel": TensorParallel,
+        **_LARGER,
     }
 
 
@@ -142,6 +141,29 @@ def _stack(*widths: int) -> Any:
 
     linears = (nn.Linear(*sizes, bias=False) for sizes in pairwise(widths))
     return nn.Sequential(*(layer for linear in linears for layer in (linear, nn.Tanh())))
+
+
+def _mixture() -> Any:
+    import torch
+    from torch import nn
+
+    class Mixture(nn.Module):
+        """Each token goes to 4 of 8 experts, of which the last 2 are other ranks': its rows are
+        gathered, those of other ranks are zeroed, and gradients of rows are scattered."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Parameter(torch.randn(6, 64, 64) / 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = x.flatten(0, 1)
+            ids, order = h[:, :8].detach().float().topk(4).indices.flatten().sort(stable=True)
+            rows = h[order // 4].masked_fill((ids > 5)[:, None], 0.0)
+            ends = torch.histc(ids.float(), bins=6, min=0, max=5).cumsum(0).to(torch.int32)
+            y = torch._grouped_mm(rows, self.up, offs=ends) + h[order // 4]
+            return x + y[order.argsort()].unflatten(0, (-1, 4)).sum(1).view_as(x)
+
+    return Mixture()
 
 
 def _rotary() -> Any:
@@ -209,6 +231,9 @@ def _producers() -> Any:
     return Producers()
 
 
+_LARGER = {"mixture": _mixture, "rotary": _rotary, "producers": _producers}
+
+
 class Case(NamedTuple):
     """
     capability   the compute capability to write for, 90 for 9.0, or 0 for this CPU
@@ -265,6 +290,9 @@ def _cases() -> Iterator[Case]:
     yield Case("cpu_stack", "stack", 0, {}, every_byte=True)
     yield from _fused_cases()
     yield Case("90_dynamic", "block", 90, {"recipe": "nvfp4"}, tokens=(2, 128), dynamic=True)
+    yield Case("cpu_eager_mixture", "mixture", 0, {**experts, "inner": "eager"})
+    yield Case("90_mixture", "mixture", 90, experts)
+    yield Case("90_mixture_dynamic", "mixture", 90, experts, dynamic=True)
     yield Case("90_policy", "block", 90, {"policy": {"down": {"dgrad": "bf16"}, "q": "nvfp4"}})
     for option in ("keep_packed", "recompute_weights", "cache_weights"):
         yield Case(f"90_{option}", "checkpointed", 90, {option: True})

@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
-from q2compile.graph.new_node import new_constant, new_node, new_size
+from q2compile.graph.new_node import write
 from q2compile.passes.joint.gathered_rows import alike, is_zero, spread
 from q2compile.passes.joint.permutations import Order, inverse_in, order_of
 from q2compile.torch_internals.inductor import SHORT_SUM
@@ -96,26 +96,22 @@ def _of_rows(dim: int, index: fx.Node, rows: fx.Node) -> fx.Node | None:
 
 def _gathered(node: fx.Node, found: _Scattered) -> fx.Node:
     base, rows, (permutation, k) = found
-    inverse = inverse_in(permutation, node) or _inverse_of(node, permutation)
-    # Its values are known to be valid rows.
-    made = new_node(node, _aten._unsafe_index.Tensor, rows, [inverse])
-    if k > 1:
-        size = [-1, k, *rows.meta["val"].shape[1:]]
-        made = new_node(node, _aten.reshape.default, made, size)
-        made = new_node(node, _aten.sum.dim_IntList, made, [1])
-    return made if base is None or is_zero(base) else new_node(node, _aten.add.Tensor, base, made)
+    inverse = inverse_in(permutation, node)
+    summands = () if base is None or is_zero(base) else (base,)
+
+    def gathered(rows: Tensor, order: Tensor, *base: Tensor) -> Tensor:
+        # Its values are known to be valid rows.
+        made = _aten._unsafe_index(rows, [order if inverse else _inverse_of(order)])
+        if k > 1:
+            made = made.view(-1, k, *rows.shape[1:]).sum(1)
+        return base[0] + made if base else made
+
+    made: fx.Node = write(node, gathered, rows, inverse or permutation, *summands)[0]
+    return made
 
 
-def _inverse_of(node: fx.Node, permutation: fx.Node) -> fx.Node:
-    size = new_size(node, permutation)
-    fake = permutation.meta["val"]
-    empty = new_constant(node, [size], 0, permutation)
-    counted = new_node(
-        *(node, torch.ops.prims.iota.default, size),
-        start=0,
-        step=1,
-        dtype=fake.dtype,
-        device=fake.device,
-        requires_grad=False,
-    )
-    return new_node(node, _aten.index_put.default, empty, [permutation], counted)
+def _inverse_of(permutation: Tensor) -> Tensor:
+    like: Any = {"dtype": permutation.dtype, "device": permutation.device}
+    count = permutation.shape[0]
+    counted = torch.ops.prims.iota(count, start=0, step=1, requires_grad=False, **like)
+    return torch.full((count,), 0, **like).index_put((permutation,), counted)

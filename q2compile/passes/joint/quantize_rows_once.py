@@ -3,26 +3,21 @@
 
 from __future__ import annotations
 
-import operator
+from functools import partial, reduce
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from q2compile.graph.new_node import new_constant, new_node, new_size
+from q2compile.graph.new_node import write
 from q2compile.graph.node_meta import NOTE
-from q2compile.graph.nodes import depending_on_tangents, is_q2, outputs_of
-from q2compile.graph.quantizers import is_forward_operand, quantizers
+from q2compile.graph.nodes import depending_on_tangents, is_q2, outputs_of, update_outputs
+from q2compile.graph.quantizers import is_forward_operand, quantizers, set_call
 from q2compile.graph.storages import hint_of
-from q2compile.passes.joint.gathered_rows import (
-    GatheredRows,
-    Zeroed,
-    gathered,
-)
+from q2compile.passes.joint.gathered_rows import GatheredRows, gathered
 from q2compile.runtime_kernels.ops.table import AMAX, MASK, QuantizerCall
 
-_aten = torch.ops.aten
 _OFTEN = 2  # rows that are gathered, for one that there is, from which on it pays
 
 
@@ -60,7 +55,8 @@ def quantize_rows_once_pass(graph: fx.Graph) -> int:
     matches = 0
     for node, call in list(quantizers(graph)):
         found = gathered(call.x) if _within_rows(call) else None
-        if found is None or not any(output.users for output in node.users):
+        outputs = outputs_of(node)
+        if found is None or not all(i in outputs and outputs[i].users for i in (0, 1)):
             continue
         rows = hint_of(found.index.meta["val"].numel())
         there = hint_of(found.source.meta["val"].shape[0])
@@ -69,9 +65,12 @@ def quantize_rows_once_pass(graph: fx.Graph) -> int:
         elif rows < _OFTEN * there:
             node.meta[NOTE] = f"{node.name} is left: {rows} rows, gathered from {there}"
         else:
+            _quantize_source(graph, node, call, found, node in backward)
             note = f"{there} rows are quantized for the {rows} that are gathered from them"
-            _Rewritten(graph, node, call, found).gather(node in backward, note)
+            node.meta[NOTE] = f"{node.name}: {note}"
             matches += 1
+    if matches:
+        graph.eliminate_dead_code()  # gathered rows that nobody reads any more
     return matches
 
 
@@ -80,101 +79,51 @@ def _within_rows(call: QuantizerCall) -> bool:
     return is_forward_operand(call) and not call.scheme.form and call.scheme.block[0] == 1
 
 
-class _Rewritten:
-    """One quantizer of gathered rows, as it is made anew."""
-
-    def __init__(
-        self, graph: fx.Graph, node: fx.Node, call: QuantizerCall, found: GatheredRows
-    ) -> None:
-        self.graph, self.node, self.call, self.found = graph, node, call, found
-
-    def gather(self, in_backward: bool, note: str) -> None:
-        """Replace the quantizer by one of the source, and gather its codes before each reader."""
-        node, graph = self.node, self.graph
-        outputs = outputs_of(node)
-        with graph.inserting_before(node):
-            source, rows = self._source()
-            call, amax = self.call, self.call.args["amax"]
-            if amax is not None and is_q2(amax, AMAX) and amax.args[0] is call.x:
-                amax = self._call(amax.target, source)  # rows of zeros do not change it
-            args, kwargs = call.replace(x=source, amax=amax).written()
-            made = self._call(node.target, *args, **kwargs)
-            made.meta[NOTE] = f"{made.name}: {note}"
-            parts = {i: self._call(operator.getitem, made, i) for i in {0, 1, *outputs}}
-        readers = [reader for output in outputs.values() for reader in output.users]
-        with graph.inserting_before(min(readers)):
-            op = self._call(torch.ops.q2.gather_rows.default, parts[0], parts[1], rows)
-            recomputed = [op]
-            for i in (0, 1):
-                parts[i] = self._call(operator.getitem, op, i)
-                recomputed.append(parts[i])
-            if MASK in parts:
-                parts[MASK] = self._call(_aten.index.Tensor, parts[MASK], [rows])
-                recomputed.append(parts[MASK])
-        for one in recomputed if not in_backward else ():
-            one.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-        for i, output in outputs.items():
-            output.replace_all_uses_with(parts[i])
-        _erase_unread(graph, [*outputs.values()])
-
-    def _source(self) -> tuple[fx.Node, fx.Node]:
-        """The matrix that is quantized, and the rows that are gathered from its codes."""
-        found = self.found
-        source, rows = found.source, self._flat(found.index)
-        for cast in reversed(found.casts):
-            source = self._call(cast.target, source, *cast.args[1:], **cast.kwargs)
-        if not found.zeroed and found.names_all:
-            return source, rows
-        if found.zeroed:
-            count = self._size(source)
-            wrapped = self._call(_aten.add.Tensor, rows, count)
-            is_negative = self._call(_aten.lt.Scalar, rows, 0)
-            rows = self._call(_aten.where.self, is_negative, wrapped, rows)
-            behind = self._full([], count, rows)
-            rows = self._call(_aten.where.self, self._zeroed(found.zeroed), behind, rows)
-            source = self._call(_aten.constant_pad_nd.default, source, [0, 0, 0, 1])
-        none = self._full([self._size(source)], False, rows, torch.bool)
-        named = self._call(
-            _aten.index_put.default, none, [rows], self._full([], True, rows, torch.bool)
-        )
-        named = self._call(_aten.unsqueeze.default, named, 1)
-        zero = self._full([], 0, source)
-        return self._call(_aten.where.self, named, source, zero), rows
-
-    def _zeroed(self, masks: list[Zeroed]) -> fx.Node:
-        """Which of the gathered rows are zero."""
-        flat = []
-        for mask, where_set in masks:
-            one = self._flat(mask)
-            flat.append(one if where_set else self._call(_aten.logical_not.default, one))
-        either = flat[0]
-        for other in flat[1:]:
-            either = self._call(_aten.logical_or.default, either, other)
-        return either
-
-    def _flat(self, node: fx.Node) -> fx.Node:
-        if node.meta["val"].dim() == 1:
-            return node
-        return self._call(_aten.reshape.default, node, [-1])
-
-    def _size(self, node: fx.Node) -> Any:
-        return new_size(self.node, node)
-
-    def _full(
-        self, size: list[Any], value: Any, like: fx.Node, dtype: torch.dtype | None = None
-    ) -> fx.Node:
-        return new_constant(self.node, size, value, like, dtype)
-
-    def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        return new_node(self.node, target, *args, **kwargs)
+def _quantize_source(
+    graph: fx.Graph, node: fx.Node, call: QuantizerCall, found: GatheredRows, in_backward: bool
+) -> None:
+    """Let a quantizer of gathered rows read the source, and gather its codes before each reader."""
+    masks, amax = [zeroed.mask for zeroed in found.zeroed], call.args["amax"]
+    with graph.inserting_before(node):
+        (source, rows), _ = write(node, partial(_named, found), found.source, found.index, *masks)
+        if amax is not None and is_q2(amax, AMAX) and amax.args[0] is call.x:
+            amax, _ = write(node, torch.ops.q2.amax, source)  # rows of zeros do not change it
+    set_call(node, call.replace(x=source, amax=amax))
+    update_outputs(node)
+    outputs = [output for i, output in sorted(outputs_of(node).items()) if i in (0, 1, MASK)]
+    readers = [reader for output in outputs for reader in output.users]
+    with graph.inserting_before(min(readers)):
+        gathered, written = write(node, _gather, rows, *outputs)
+    for one in written if not in_backward else ():
+        one.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    for output, part in zip(outputs, gathered, strict=True):
+        output.replace_all_uses_with(part, delete_user_cb=lambda user: user not in written)
 
 
-def _erase_unread(graph: fx.Graph, nodes: list[fx.Node]) -> None:
-    """Erase nodes that nobody reads any more, and what only they have read."""
-    pending = set(nodes)
-    while pending:
-        node = max(pending)
-        pending.remove(node)
-        if not node.users and node.op == "call_function" and not node.is_impure():
-            pending.update(node.all_input_nodes)
-            graph.erase_node(node)
+def _gather(rows: Tensor, codes: Tensor, scales: Tensor, *mask: Tensor) -> list[Tensor]:
+    return [*torch.ops.q2.gather_rows(codes, scales, rows), *(m[rows] for m in mask)]
+
+
+def _named(
+    found: GatheredRows, source: Tensor, index: Tensor, *masks: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The matrix that is quantized, and the rows that are gathered from its codes."""
+    rows = index.flatten()
+    for cast in reversed(found.casts):
+        to: Any = cast.target
+        source = to(source, *cast.args[1:], **cast.kwargs)
+    if not masks and found.names_all:
+        return source, rows
+    if masks:
+        count = source.shape[0]
+        rows = torch.where(rows < 0, rows + count, rows)
+        flat = [mask.flatten() for mask in masks]
+        sides = [zeroed.where_set for zeroed in found.zeroed]
+        zeroed = [m if s else m.logical_not() for m, s in zip(flat, sides, strict=True)]
+        behind = torch.full((), count, dtype=rows.dtype, device=rows.device)
+        rows = torch.where(reduce(torch.logical_or, zeroed), behind, rows)
+        source = torch.nn.functional.pad(source, (0, 0, 0, 1))
+    none = torch.full((source.shape[0],), False, device=rows.device)
+    named = none.index_put((rows,), torch.full((), True, device=rows.device))
+    zero = torch.full((), 0, dtype=source.dtype, device=source.device)
+    return torch.where(named.unsqueeze(1), source, zero), rows

@@ -220,7 +220,7 @@ class Net(nn.Module):
 
 
 FAULTS = {
-    "einsum_spellings": ("q2compile.capture.expert_spellings.einsum_views", ["mix"]),
+    "einsum_spellings": ("q2compile.capture.einsum_spellings.permuted", ["mix"]),
     "the table": ("q2compile.capture.call.Call.taken", ["up", "mix", "down"]),
     "decide": ("q2compile.rewrite.rewrite_graph.with_prediction", ["up", "mix", "down"]),
     "replace": ("q2compile.rewrite.replace.with_views", ["up", "mix", "down"]),

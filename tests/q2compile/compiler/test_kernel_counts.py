@@ -184,11 +184,11 @@ def test_every_pass_has_a_row() -> None:
     """cache_weights is not a pass over a graph, but acts like one. fuse_rotations adds nothing to a
     graph (test_fuse_rotations.py counts the lowered kernels), anchor_seeds changes none without a
     gradient that is a constant (test_joint_passes.py), tabulate none without a rotary embedding
-    (test_tabulate.py), concatenate_last, gather_scattered and recompute_mask none without experts
-    (test_concatenate_last.py, test_gather_scattered.py, test_recompute_mask.py), quantize_shards
-    none without a collective, own_seeds none without the option seed (test_quantize_shards.py,
-    test_seed.py), amax_in_quantizer none on a CPU (test_amax_in_quantizer.py)."""
-    elsewhere = ["gather_quantizers", "concatenate_last", "tabulate", "fuse_rotations"]
+    (test_tabulate.py), gather_scattered and recompute_mask none without experts
+    (test_gather_scattered.py, test_recompute_mask.py), quantize_shards none without a collective,
+    own_seeds none without the option seed (test_quantize_shards.py, test_seed.py),
+    amax_in_quantizer none on a CPU (test_amax_in_quantizer.py)."""
+    elsewhere = ["gather_quantizers", "tabulate", "fuse_rotations"]
     elsewhere += ["group_launches", "amax_in_quantizer"]
     elsewhere += [
         "anchor_seeds",

@@ -57,13 +57,6 @@ def short_sum(count: int) -> Callable[[Any, Tensor], Tensor]:
     return lambda m, x: m.linear(x)[torch.arange(T * count) % T].view(T, count, K).sum(1)
 
 
-def halves(m: Any, x: Tensor) -> Tensor:
-    """concatenate_last, and the lowering of cat."""
-    y = m.linear(x)
-    joined = torch.cat([F.silu(y), y * 2], 1)
-    return torch.where(x[:, :1] > 0, joined, 0.0)
-
-
 def rotary(m: Any, x: Tensor) -> Tensor:
     """tabulate: sines that many elements share."""
     angles = torch.outer(torch.arange(T).float(), torch.arange(K // 2).float()).repeat(1, 2)
@@ -85,7 +78,7 @@ def checkpointed(m: Any, x: Tensor) -> Tensor:
     return torch.utils.checkpoint.checkpoint(lambda x: m.linear(x).relu(), x, use_reentrant=False)
 
 
-PATTERNS = (sorted_tokens, put_in_place, short_sum(8), short_sum(10), halves, rotary, masked_rows)
+PATTERNS = (sorted_tokens, put_in_place, short_sum(8), short_sum(10), rotary, masked_rows)
 
 
 def all_patterns(m: Any, x: Tensor) -> tuple[Tensor, ...]:
@@ -97,7 +90,6 @@ MODELS: dict[str, Callable[[], Of]] = {
     "all_patterns": lambda: Of(all_patterns),
     "sorted_tokens": lambda: Of(sorted_tokens),
     "sum_of_10": lambda: Of(short_sum(10)),
-    "halves": lambda: Of(halves),
     "attention": lambda: Of(attention, attention=nn.MultiheadAttention(K, 2, batch_first=True)),
     "checkpointed": lambda: Of(checkpointed),
 }
@@ -138,7 +130,10 @@ def ours(**options: Any) -> dict[str, Any]:
 # without a backward, is the same for all models.
 @pytest.mark.parametrize(
     "name, train",
-    [*((name, True) for name in ("all_patterns", "attention", "checkpointed")), ("halves", False)],
+    [
+        *((name, True) for name in ("all_patterns", "attention", "checkpointed")),
+        ("sum_of_10", False),
+    ],
 )
 def test_code_and_bits_are_inductors(name, train, sources) -> None:
     want = run(name, train, backend="inductor")
@@ -190,13 +185,13 @@ def test_without_inductor() -> None:
 
 
 def test_reports_list_what_was_left(tmp_path) -> None:
-    torch.compile(Of(halves), **ours(recipe="bf16", dump=str(tmp_path)))(torch.randn(T, K))
+    torch.compile(Of(masked_rows), **ours(recipe="bf16", dump=str(tmp_path)))(torch.randn(T, K))
     (row,) = json.loads((tmp_path / "report.json").read_text())
     assert row["module"] == "linear" and not row["taken"] and row["recipe"] == "bf16"
     folder = tmp_path / "graph_0"
     texts = [(folder / f"{stage}.txt").read_text() for stage in ("0_dynamo", "1_rewritten")]
     assert "q2." not in texts[1] and texts[0].count("linear") == texts[1].count("linear")
-    report = explain(Of(halves), torch.randn(T, K), options={"recipe": "bf16"})
+    report = explain(Of(masked_rows), torch.randn(T, K), options={"recipe": "bf16"})
     assert [row.taken for row in report.rows] == [False]
 
 
@@ -219,7 +214,7 @@ def test_an_error_of_inductor_is_inductors(monkeypatch) -> None:
     for how in ({"backend": "inductor"}, ours(recipe="bf16"), ours(recipe="bf16", on_error="bf16")):
         calls.clear()
         with pytest.raises(Exception, match="as torch says it") as raised:
-            run("halves", False, **how)
+            run("sum_of_10", False, **how)
         assert len(calls) == 1
         messages.append((type(raised.value), str(raised.value).replace("quartet2", "inductor")))
     assert messages[0] == messages[1] == messages[2]

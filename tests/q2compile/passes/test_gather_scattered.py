@@ -140,7 +140,7 @@ def test_the_graph() -> None:
         "prims.iota.default": 1,
         "aten.index_put.default": 1,
         "aten._unsafe_index.Tensor": 1,
-        "aten.reshape.default": 1,
+        "aten.view.default": 1,
         "aten.sum.dim_IntList": 1,
     }
 

@@ -323,7 +323,7 @@ def test_a_pass_is_left_out_by_name():
     gm = backward_graph()
     manager = PostGradPasses(Config(disable_passes=["merge_seeds"]))
     manager(gm.graph)
-    assert [r.note for r in manager.records] == ["", "", "", "", "disabled"] + 11 * [""]
+    assert [r.note for r in manager.records] == ["", "", "", "", "disabled"] + 10 * [""]
     assert len(gm.graph.find_nodes(op="call_function", target=q2.seed.default)) == 2
 
 
@@ -344,7 +344,7 @@ def test_uuid_follows_sources_and_options(monkeypatch):
     first = ["gather_scattered", "quantize_rows_once", "share_operands", "quantize_shards"]
     first += ["merge_seeds", "pair_directions", "share_rotations"]
     forms = ["swizzle_scales", "dequantize_operands", "unrotate_in_gemm"]
-    last = ["sum_columns", "amax_in_quantizer", "gather_quantizers", "concatenate_last", "tabulate"]
+    last = ["sum_columns", "amax_in_quantizer", "gather_quantizers", "tabulate"]
     assert [row.name for row in passes_over("post_grad")] == [
         *first,
         *forms,

@@ -221,7 +221,7 @@ def test_the_graph() -> None:
     assert gemm.args[2].args[0] is gather.args[0].args[0], "the global scale of all"
     assert op_counts(g)["aten.index.Tensor"] == 0, "nothing of x is left"
     assert pop_notes(g) == [
-        "quantize: 32 rows are quantized for the 64 that are gathered from them"
+        "quantize_default: 32 rows are quantized for the 64 that are gathered from them"
     ]
     assert quantize_rows_once_pass(g) == 0 and pop_notes(g) == []
 

@@ -185,7 +185,6 @@ def test_every_stage_is_written(tmp_path, inner):
         ("forward", "sum_columns", 0),
         ("forward", "amax_in_quantizer", 0),
         ("forward", "gather_quantizers", 0),
-        ("forward", "concatenate_last", 0),
         ("forward", "tabulate", 0),
         ("backward", "gather_scattered", 0),
         ("backward", "quantize_rows_once", 0),
@@ -200,7 +199,6 @@ def test_every_stage_is_written(tmp_path, inner):
         ("backward", "sum_columns", 0),
         ("backward", "amax_in_quantizer", 0),
         ("backward", "gather_quantizers", 1),
-        ("backward", "concatenate_last", 0),
         ("backward", "tabulate", 0),
     ]
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch._inductor.config as inductor_config
 from torch import fx, nn
-from torch._inductor import lowering as inductor_lowering
 from torch._inductor.choices import InductorChoices
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -24,7 +23,6 @@ from q2compile.torch_internals import patches
 from q2compile.torch_internals.patches import PATCHES, patched
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
-CAT = torch.ops.aten.cat.default
 
 
 @pytest.fixture(autouse=True)
@@ -272,27 +270,6 @@ def test_a_choices_handler() -> None:
                 V.choices.should_use_persistent_reduction(None, False)
             assert Chooser.asked == 1 and V.choices is not chooser
         assert V.choices is chooser
-
-
-def test_a_lowering_of_cat() -> None:
-    calls = []
-    own = inductor_lowering.lowerings[CAT]
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        calls.append(V.current_node.name)
-        return own(*args, **kwargs)
-
-    class Joined(Layer):
-        def forward(self, x):
-            return torch.cat([super().forward(x), x.sin()], 1)
-
-    inductor_lowering.lowerings[CAT] = counted
-    try:
-        with inductor_config.patch(fx_graph_cache=False):
-            torch.compile(Joined(), backend="quartet2")(torch.randn(64, 64))
-        assert len(calls) == 1 and inductor_lowering.lowerings[CAT] is counted
-    finally:
-        inductor_lowering.lowerings[CAT] = own
 
 
 class Counter(CustomGraphPass):

@@ -13,7 +13,6 @@ import torch
 import torch._inductor.config as inductor_config
 
 from q2compile.lowering.prologue import fusion_rule
-from q2compile.passes.post_grad.concatenate_last import concatenate_last_pass
 from q2compile.passes.post_grad.fuse_rotations import fuse_rotations_pass, fusion_notes
 from q2compile.runtime_kernels.cuda.call_site import CallSite
 from q2compile.runtime_kernels.cuda.jit import limits, nvrtc
@@ -82,7 +81,6 @@ def run_fused(
             call(site, given)
 
     def marked(graph: torch.fx.Graph) -> None:
-        concatenate_last_pass(graph)
         fuse_rotations_pass(graph)
         nonlocal notes
         notes = fusion_notes(graph)
