@@ -16,7 +16,7 @@ from q2compile.report.report import RunReport, table
 from q2compile.report.row import Row
 from q2compile.tools import cli
 from tests.support.new_process import forget_dump_folders
-from tests.support.page_data import data_of, unpacked
+from tests.support.page_data import data_of
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -250,13 +250,10 @@ def test_the_command_line_makes_a_page_of_a_dump(tmp_path, capsys):
     assert cli.main(["report", str(tmp_path)]) == 0
     path = capsys.readouterr().out.strip()
     assert path == str(tmp_path / "report.html")
-    page = (tmp_path / "report.html").read_text()
-    data = data_of(page)
-    (graph,) = data["graphs"]
+    (graph,) = data_of((tmp_path / "report.html").read_text())["graphs"]
     for stage in ("0_dynamo", "1_rewritten", "2_forward", "4_after_passes_forward"):
         written = (tmp_path / "graph_0" / f"{stage}.txt").read_text()
-        assert unpacked(data["texts"][graph["texts"][f"{stage}.txt"]]) == written
-    assert page.count("nvfp4_46_pow2 @ nvfp4_46_pow2") == 1  # of all rows with this recipe
+        assert graph["texts"][f"{stage}.txt"] == written
 
 
 def test_the_command_line_says_what_is_wrong(tmp_path, capsys):
