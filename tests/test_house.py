@@ -68,7 +68,7 @@ MAY_IMPORT = {
     "tools.bench": ["cost_model", "lowering", "recipes", "runtime_kernels", *SHARED_TOOLS],
     "tools.compare": [*TOOLS, *SHARED_TOOLS, "cost_model"],
     "tools.export": [*TOOLS, *SHARED_TOOLS, "telemetry"],
-    "tools.page": ["cost_model", "recipes", "report.model_rows", "report.row"]
+    "tools.page": ["cost_model", "recipes", "report.model_rows", "report.row", "report.slower"]
     + ["runtime_kernels.ops.gaussian", "telemetry.read", *SHARED_TOOLS],
     "rewrite": ["capture", "config", "cost_model", "graph", "linear", "recipes", "report.row"]
     + ["torch_internals"],

@@ -100,9 +100,10 @@ class RunReport:
         rows = of_model(self.to_json())
         weights = [row for row in layers(rows) if row["has_parameter"]]
         taken = sum(row["taken"] for row in weights)
+        products = len(layers(rows)) - len(weights)
         text = (
-            f"{taken} of {len(weights)} matmuls with a weight taken; "
-            f"{len(layers(rows)) - len(weights)} matmuls without one; {self.graphs} graph(s)"
+            f"{taken} of {_counted(len(weights), 'matmul')} with a weight taken; "
+            f"{_counted(products, 'matmul')} without one; {_counted(self.graphs, 'graph')}"
         )
         size, elements = (
             sum(row[f"saved_{what}"] or 0 for row in rows) for what in ("bytes", "elements")
@@ -119,6 +120,10 @@ class RunReport:
 
     def __str__(self) -> str:
         return printable(self.text())
+
+
+def _counted(count: int, one: str) -> str:
+    return f"{count} {one}{'s' * (count != 1)}"
 
 
 # The report that explain() is collecting into, if any.

@@ -67,7 +67,7 @@ recipe quartet2 with bf16 dgrad
   dgrad  bf16
   wgrad  rht128>nvfp4_ms_eden_pow2 @ requantize>rht128>nvfp4_ms_eden_pow2
 
-2 of 3 matmuls with a weight taken; 2 matmuls without one; 1 graph(s); quantized for backward: 233 B, 4.66 bits per element
+2 of 3 matmuls with a weight taken; 2 matmuls without one; 1 graph; quantized for backward: 233 B, 4.66 bits per element
 note: predicted time of the GEMMs taken and their quantizers (not of a step), divided by BF16's: 2.44 on B200, 2.44 on RTX 5090; for each matmul in the columns b200 and rtx5090
 note: predicted, not measured, from data-sheet peaks and the share that published GEMMs reach: B200 9000 TFLOP/s FP4 (40%-58% reached), 2250 BF16 (60%-67%), 8 TB/s; RTX 5090 1676 TFLOP/s FP4 (45%-81% reached), 209.5 BF16 (88%-113%), 1.792 TB/s; a quantizer reaches 78%-88% of the bandwidth, 62%-76% of the issue slots (57%-69% with stochastic rounding), or 65%-100% of its fullest pipe; 2.5-4.3 us per launch; forward quantizers fused; 8-14 us of the host per call of two launches, if that is longer""",
         )
