@@ -24,7 +24,7 @@ from q2compile.report.kernel_choice import set_kernels
 from q2compile.report.model_coverage import Coverage
 from q2compile.report.report import RunReport, collector, table
 from q2compile.report.row import Row
-from q2compile.report.saved_for_backward import count_saved, note_weights
+from q2compile.report.saved_for_backward import count_saved, described, note_weights
 from q2compile.torch_internals.aot_autograd import compiles_ahead_of_time, graph_kind
 from q2compile.torch_internals.dynamo import compile_id
 from q2compile.torch_internals.trace import is_traced, trace_artifact
@@ -47,6 +47,7 @@ class GraphLog:
         self._weights: dict[str, str] = {}
         self._records: list[GraphRecord] = []
         self._passes: list[PassRecord] = []
+        self._made: dict[str, list[Any]] = {}  # by the forward
         self.folder: Path | None = None
         self._reports: list[tuple[RunReport, DumpFolder | None]] = []
         if config.dump is not None:
@@ -97,6 +98,12 @@ class GraphLog:
             count_saved(gm.graph, self._rows)
             note_weights(gm.graph, self._rows, self._weights, _asked_of_weights(self._config))
             self._write_reports()
+            self._made = described(gm.graph) if self._records else {}
+        else:
+            inputs = (node.name for node in gm.graph.find_nodes(op="placeholder"))
+            saved = [self._made[name] for name in inputs if name in self._made]
+            for record in self._records:
+                record.note_saved(saved)
         self.graph("2_forward" if kind == "forward" else "3_backward", gm)
 
     def after_passes(self, gm: fx.GraphModule, kind: str, records: list[PassRecord]) -> None:

@@ -18,7 +18,7 @@ The page is one HTML file, and opening it loads nothing else. Its data is a JSON
                known; and layer and counts (`model_rows.rows_of_layers`)
     notes      sentences
     graphs     [{"number", "texts": {"0_dynamo.txt": its text, ...}, "passes", "saved"}, ...]:
-               passes is passes.json, with each time in words; saved as `saved_tensors` gives it
+               passes is passes.json, with each time in words; saved nodes.json's
     telemetry  as `telemetry.read.read_folder` gives it, or null
     run        as a dump's run.json has it, {} where that is not known
 """
@@ -48,7 +48,6 @@ from q2compile.tools.page.errors import (
 )
 from q2compile.tools.page.findings import findings
 from q2compile.tools.page.headline import headline, of_records
-from q2compile.tools.page.saved_tensors import saved_tensors
 from q2compile.tools.page.times import beside_bf16, time_tiles
 from q2compile.tools.time_words import seconds_text
 
@@ -201,5 +200,5 @@ def _graph(number: int, files: Mapping[str, str]) -> dict[str, Any]:
         "number": number,
         "texts": {name: files[name] for name in shown},
         "passes": [{**of, "time": seconds_text(Range.exactly(of["seconds"]))} for of in passes],
-        "saved": saved_tensors(files),
+        "saved": json.loads(files.get(_ORIGINS, "{}")).get("saved"),
     }

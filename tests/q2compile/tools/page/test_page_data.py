@@ -8,6 +8,7 @@ import re
 
 import pytest
 import torch
+from torch import nn
 
 from q2compile.cost_model.ranges import Range
 from q2compile.report.row import Row
@@ -16,7 +17,6 @@ from q2compile.tools.page.command import run_page
 from q2compile.tools.page.document import document, report_page
 from q2compile.tools.page.headline import headline
 from q2compile.tools.page.read_dump import read_dump
-from q2compile.tools.page.saved_tensors import saved_tensors
 from q2compile.tools.page.times import beside_bf16
 from q2compile.tools.time_words import seconds_text, time_words
 from tests.support.page_data import data_of
@@ -91,9 +91,8 @@ def test_old_reports_render(dumped):
     assert {(r["scope"], *r["source"]) for r in shown} == {("",)}
 
 
-def test_saved_tensors_of_a_graph(dumped):
-    _, _, graphs = read_dump(dumped)
-    saved = saved_tensors(graphs[0])
+def test_saved_tensors_of_a_graph(dumped, data):
+    saved = data["graphs"][0]["saved"]
     kinds = {kind for *_, kind in saved}
     assert kinds == {"quantized", "other", "input"}
     of_q = [(type_, n) for module, _, type_, n, _ in saved if module == "layers.0.q_proj"]
@@ -104,19 +103,17 @@ def test_saved_tensors_of_a_graph(dumped):
     assert quantized == sum(r["saved_bytes"] or 0 for r in rows)
 
 
-def test_saved_tensors_without_a_backward_and_of_symbolic_size():
-    assert saved_tensors({"2_forward.txt": "x: f32[2]\nreturn (x)\n"}) is None
-    forward = (
-        "p: f32[3]\n\n# a\ny: f32[s0, 2] = aten.mul.Tensor(p, 2)\nz: c64[3] = f(p)\nreturn (y)"
-    )
-    backward = (
-        "p: f32[3]\ny: f32[s0, 2]\nz: c64[3]\ntangents_1: f32[2]\nw: f32[3] = g(y)\nreturn (w)"
-    )
-    assert saved_tensors({"2_forward.txt": forward, "3_backward.txt": backward}) == [
-        ["", "p", "f32[3]", 12, "input"],
-        ["a", "y", "f32[s0, 2]", None, "other"],
-        ["a", "z", "c64[3]", 24, "other"],
-    ]
+def test_saved_tensors_of_symbolic_size_and_without_a_backward(tmp_path):
+    options = {"inner": "eager", "dump": str(tmp_path)}
+    model = nn.Sequential(nn.Linear(32, 32), nn.Tanh())
+    compiled = torch.compile(model, backend="quartet2", dynamic=True, options=options)
+    compiled(torch.randn(24, 32)).sum().backward()
+    with torch.no_grad():
+        compiled(torch.randn(24, 32))
+    trained, inference = data_of(run_page(tmp_path))["graphs"]
+    assert inference["saved"] is None
+    ((_, name, type_, size, _),) = [one for one in trained["saved"] if one[4] == "other"]
+    assert (name, size) == ("tanh", None) and type_.startswith("f32[s")
 
 
 @pytest.mark.parametrize(
