@@ -49,19 +49,19 @@ class GraphLog:
         self._passes: list[PassRecord] = []
         self._made: dict[str, list[Any]] = {}  # by the forward
         self.folder: Path | None = None
-        self._reports: list[tuple[RunReport, DumpFolder | None]] = []
+        self._reports: list[RunReport] = []
         if config.dump is not None:
             folder = DumpFolder.get(os.fspath(config.dump))
             self.folder, record = folder.new_graph()
             self._records.append(record)
-            self._reports.append((folder.report, folder))
+            self._reports.append(folder.report)
         collecting = collector.get()
         apart = None if collecting is None else collecting.by_root
         self._coverage = Coverage.of(names.root, config, names.label, apart)
         if collecting is not None:
             number = self._records[0].number if self._records else collecting.graphs
             self._records.append(collecting.new_graph(number))
-            self._reports.append((collecting, None))
+            self._reports.append(collecting)
         root = type(names.root).__name__ if names.root is not None else "a function"
         self.title = f"graph {compile_id()} of {root}" + (f", {names.place}" * bool(names.place))
         heard = announce.LOG.isEnabledFor(logging.DEBUG) or is_traced()
@@ -141,7 +141,7 @@ class GraphLog:
 
     def forget(self) -> None:
         """Take back what the reports have of this graph."""
-        for report, _ in self._reports:
+        for report in self._reports:
             report.remove(self._rows)
 
     def left_in_bf16(self, fault: StageError, names: Names) -> None:
@@ -162,12 +162,12 @@ class GraphLog:
             ]
             self._coverage.add(rows, names)
             self._add(rows)
-        for report, _ in self._reports:
+        for report in self._reports:
             report.faults.append(" ".join(str(fault).split()))
         self._write_reports()
 
     def _add(self, rows: list[Row]) -> None:
-        for report, _ in self._reports:
+        for report in self._reports:
             number = self._records[0].number
             for row in rows:
                 row.graph = number
@@ -179,9 +179,8 @@ class GraphLog:
         self._write_reports()
 
     def _write_reports(self) -> None:
-        for _, folder in self._reports:
-            if folder is not None:
-                folder.write_report()
+        for report in self._reports:
+            report.changed()
 
 
 def _note_gathered(graph: fx.Graph, rows: list[Row]) -> None:

@@ -2,18 +2,7 @@
 // The report's rows as the page uses them, and the tree of modules with equal layers folded.
 
 const GEMMS = { fprop: ["x", "w", "y"], dgrad: ["dy", "w", "dx"], wgrad: ["dy", "x", "dw"] };
-const KNOWN_RECIPES = [
-  "quartet2",
-  "nvfp4",
-  "quartet",
-  "mxfp4",
-  "tetrajet2",
-  "mxfp4_2d",
-  "quartet2_search",
-  "fp8",
-  "quartet2_fp8",
-];
-const SERIES = 9;
+const SERIES = 9; // colors of recipes
 const STATES = ["taken", "left", "not seen", "no weight"];
 // Rows of a layer: of the graph that it is counted by, and of others.
 const PARTS = ["the model", "other shapes", "inference"];
@@ -21,11 +10,8 @@ const PARTS = ["the model", "other shapes", "inference"];
 // data: see q2compile/tools/page/document.py. Adds to it: each row's place, recipe, and `path`,
 // where it stands in the tree; and tree, the root of it.
 function loadModel(data) {
-  let others = KNOWN_RECIPES.length;
   data.recipes.forEach((recipe, place) => {
-    const known = KNOWN_RECIPES.indexOf(recipe.name);
-    const series = known < 0 ? others++ : known;
-    Object.assign(recipe, { place, tint: `var(--series-${series % SERIES})` });
+    Object.assign(recipe, { place, tint: `var(--series-${place % SERIES})` });
   });
   data.rows.forEach((row, place) => {
     const recipe = row.recipe === null ? null : data.recipes[row.recipe];
