@@ -14,7 +14,8 @@ graphs/
         5_output_code_forward.py   what Inductor generated
         5_output_code_backward.py
         passes.json                per pass: matches, time, change in op counts
-        nodes.json                 per stage and node: lines of source, Dynamo's node
+        nodes.json                 per stage and node: lines of source, Dynamo's node; and what
+                                   the backward takes from the forward
         reproduce_*.py             of a stage that failed: builds its graph again and runs it
 """
 
