@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from q2compile import telemetry
 from q2compile.capture.inline_attention import inline_attention
 from q2compile.capture.module_names import Names
 from q2compile.compiler.compile_graph import compile_graph, compile_plain, holds_q2_ops
@@ -34,7 +35,6 @@ from q2compile.runtime_kernels.cuda.known_bad import warn_of_known_bad
 from q2compile.runtime_kernels.kernel_states import why_disabled
 from q2compile.runtime_kernels.ops.table import QUANTIZE
 from q2compile.runtime_kernels.registry import CPP
-from q2compile.telemetry.begin import recorder_of
 from q2compile.torch_internals.aot_autograd import compiles_ahead_of_time
 from q2compile.torch_internals.dynamo import (
     compile_call,
@@ -91,7 +91,8 @@ def quartet2(
             return log.checked(plain, names)
         stage = COMPILE
         _prepare_devices(example_inputs)
-        recorder = recorder_of(rewritten, telemetry_options(config), rows, names)
+        wanted = telemetry_options(config)
+        recorder = None if wanted is None else telemetry.recorder_of(rewritten, wanted, rows, names)
         watcher, root = log.watcher, names.root
         compiled = compile_graph(
             rewritten,

@@ -65,9 +65,12 @@ def driver_version() -> str:
 def versions() -> tuple[str, ...]:
     """Versions of torch, CUDA, the driver, cuBLASLt, Triton and NVRTC."""
     found = [torch.__version__, str(torch.version.cuda), driver_version(), cublaslt_version()]
-    for package in _PACKAGES:
-        try:
-            found.append(importlib.metadata.version(package))
-        except importlib.metadata.PackageNotFoundError:
-            found.append("")
-    return tuple(found)
+    return (*found, *(version_of(package) or "" for package in _PACKAGES))
+
+
+def version_of(package: str) -> str | None:
+    """The version of an installed package; None without it."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

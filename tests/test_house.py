@@ -68,7 +68,7 @@ MAY_IMPORT = {
     "tools.bench": ["cost_model", "lowering", "recipes", "runtime_kernels", *SHARED_TOOLS],
     "tools.compare": [*TOOLS, *SHARED_TOOLS, "cost_model"],
     "tools.export": [*TOOLS, *SHARED_TOOLS, "telemetry"],
-    "tools.page": ["cost_model", "recipes", "report.model_rows", "report.row"]
+    "tools.page": ["cost_model", "recipes", "report.model_rows", "report.row", "report.slower"]
     + ["runtime_kernels.ops.gaussian", "telemetry.read", *SHARED_TOOLS],
     "rewrite": ["capture", "config", "cost_model", "graph", "linear", "recipes", "report.row"]
     + ["torch_internals"],
@@ -80,7 +80,8 @@ MAY_IMPORT = {
     "weight_cache": ["capture", "graph", "linear", "recipes", "report.row"]
     + ["runtime_kernels.numerics", "torch_internals"],
     "report": ["capture", "config", "cost_model", "graph", "linear", "lowering", "passes"]
-    + [*CHOOSING, "recipes", "runtime_kernels.ops", "runtime_kernels.registry", "torch_internals"],
+    + [*CHOOSING, "recipes", "runtime_kernels.ops", "runtime_kernels.registry"]
+    + ["runtime_kernels.versions", "torch_internals"],
     "report.process_lock": [],
     "failures": ["config", "graph", "torch_internals"],
     "capture": ["graph", "linear.tensor_parallel", "torch_internals"],

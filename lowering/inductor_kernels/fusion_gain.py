@@ -36,6 +36,9 @@ _ARCHITECTURES = {9: "sm_90a", 10: "sm_100a", 12: "sm_120a"}
 CUDA_INSTRUCTIONS = {"nvfp4_46": {"sm_90a": 21.1, "sm_100a": 12.0, "sm_120a": 14.7}}
 _OPERAND, _WRITTEN = 2.0, 0.81  # bytes; codes, and raw scales written and read
 _MARGIN = 1.05  # for errors of the rule
+# INSTRUCTIONS_A_BYTE at both ends of what is known, the shares of issue slots and of the bandwidth
+# that a kernel reaches (q2compile/cost_model/devices.py), over their middle.
+ENDS = (0.85, 1.17)
 
 
 class ComputedOperand(NamedTuple):
@@ -48,23 +51,26 @@ class ComputedOperand(NamedTuple):
 def why_not(scheme: Scheme, computed: ComputedOperand, capability: int) -> str | None:
     """None when the generated kernel is expected to take no more than two kernels, otherwise the
     reason in words. capability: the major compute capability of the GPU."""
-    ratio = expected(scheme, computed, capability)
-    if ratio <= _MARGIN:
+    if expected(scheme, computed, capability) <= _MARGIN:
         return None
+    high, low = (f"{expected(scheme, computed, capability, end):.2f}" for end in ENDS)
     return (
         f"fused into {computed.instructions:.0f} instructions on {computed.bytes_read:.1f} bytes "
-        f"per element it is expected to take {ratio:.2f} of the time of two kernels"
+        f"per element it is expected to take {low}-{high} times as long as two kernels"
     )
 
 
-def expected(scheme: Scheme, computed: ComputedOperand, capability: int) -> float:
-    """The time of the generated kernel over that of two kernels; 0 where nothing is counted."""
+def expected(
+    scheme: Scheme, computed: ComputedOperand, capability: int, share: float = 1.0
+) -> float:
+    """The time of the generated kernel over that of two kernels; 0 where nothing is counted.
+    share: of INSTRUCTIONS_A_BYTE."""
     name = scheme.name.removesuffix(SWIZZLED).removesuffix("_pow2")
     architecture = _ARCHITECTURES.get(capability)
     if name not in CUDA_INSTRUCTIONS or architecture is None:
         return 0.0
     generated = GENERATED_INSTRUCTIONS[name][architecture]
-    rate, (made, read) = INSTRUCTIONS_A_BYTE[capability], computed
+    rate, (made, read) = share * INSTRUCTIONS_A_BYTE[capability], computed
     fused = max((made + generated) / rate, read + _WRITTEN)
     unfused = max(made / rate, read + _OPERAND)
     unfused += max(CUDA_INSTRUCTIONS[name][architecture] / rate, _OPERAND + _WRITTEN)

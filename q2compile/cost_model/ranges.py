@@ -19,6 +19,10 @@ class Range:
     low: float
     high: float
 
+    @classmethod
+    def exactly(cls, number: float) -> Range:
+        return cls(number, number)
+
     @property
     def middle(self) -> float:
         return (self.low + self.high) / 2
@@ -64,20 +68,22 @@ def total(times: Iterable[Range]) -> Range:
     return sum(times, Range(0.0, 0.0))
 
 
-def over_bf16(times: Iterable[Mapping[str, float]]) -> Range:
-    """The time of rows of a report over BF16's, by their predictions for one device. A report of an
-    earlier version has no ends."""
+def own_and_bf16(times: Iterable[Mapping[str, float]]) -> tuple[Range, Range]:
+    """The time of rows of a report and BF16's, by their predictions for one device, or as measured
+    there. What was measured, and a report of an earlier version, has no ends."""
 
-    def sum_of(key: str, end: str) -> float:
-        return sum(of.get(key + end, of[key]) for of in rows)
+    def sum_of(key: str) -> Range:
+        return Range(*(sum(of.get(key + end, of[key]) for of in rows) for end in ("_low", "_high")))
 
     rows = list(times)
-    own, bf16 = (
-        Range(sum_of(key, "_low"), sum_of(key, "_high"))
-        for key in ("microseconds", "bf16_microseconds")
-    )
+    return sum_of("microseconds"), sum_of("bf16_microseconds")
+
+
+def over_bf16(times: Iterable[Mapping[str, float]]) -> Range:
+    """The first of `own_and_bf16` over the second."""
+    own, bf16 = own_and_bf16(times)
     return own / bf16
 
 
 def _range(number: Range | float) -> Range:
-    return number if isinstance(number, Range) else Range(number, number)
+    return number if isinstance(number, Range) else Range.exactly(number)

@@ -39,17 +39,14 @@ class Faults:
     def of_pass(self, stage: str, kind: str, graph: fx.GraphModule, error: Exception) -> StageError:
         """The error of `PostGradPasses`; ``graph`` is the forward or backward graph as it came."""
         hint = f" disable_passes=[{stage[5:]}] turns it off." if stage.startswith("pass ") else ""
-        where = f"the {kind} graph of {self.graph}"
-        call = f"passes({kind!r}, CONFIG)"
-        return self._error(stage, where, graph, error, call, f"{stage} {kind}", hint)
+        return self._error(stage, graph, error, f"passes({kind!r}, CONFIG)", hint, kind)
 
     def of_stage(self, stage: str, original: fx.GraphModule, error: Exception) -> StageError:
         """The error of any other stage; ``original`` is Dynamo's graph as it came."""
         call = "rewrite(CONFIG)" if stage == REWRITE else "compile(CONFIG)"
-        hint = ""
-        if stage == COMPILE and self.config.inner != "eager":
-            hint = " inner='eager' runs the rewritten graph without Inductor."
-        return self._error(stage, self.graph, original, error, call, stage, hint)
+        runs_inductor = stage == COMPILE and self.config.inner != "eager"
+        hint = " inner='eager' runs the rewritten graph without Inductor." if runs_inductor else ""
+        return self._error(stage, original, error, call, hint)
 
     def raise_or_warn(self, stage: str, original: fx.GraphModule, error: Exception) -> StageError:
         """Handles ``error``. It is raised if only the user can fix its cause, or under
@@ -69,26 +66,20 @@ class Faults:
     def _error(
         self,
         stage: str,
-        where: str,
         graph: fx.GraphModule,
         error: Exception,
         call: str,
-        file: str,
         hint: str,
+        kind: str = "",
     ) -> StageError:
+        """call: what reproduces it (`reproducer.write`).  kind: of a graph that passes run on."""
+        where = f"the {kind} graph of {self.graph}" if kind else self.graph
         what = f"{stage} failed on {where}"
         error_text = f"{type(error).__name__}: {error} (in {_innermost(error)})"
-        path = None
+        path, name = None, _file_name(f"{stage} {kind}")
         try:
             path = reproducer.write(
-                self.folder,
-                _file_name(file),
-                what,
-                error_text,
-                call,
-                graph,
-                self.config,
-                self.by_id,
+                self.folder, name, what, error_text, call, graph, self.config, self.by_id
             )
             how = f"To reproduce: {path}."
         except Exception as second:  # it must not hide the first error

@@ -18,6 +18,9 @@ from q2compile.runtime_kernels.registry import bound, parameters
 
 # Six arguments are their operands: a's three parts, then b's (gemms.py).
 GEMM_OPS = (GEMM, GEMM_MASKED_UNROTATE, GROUPED_GEMM)
+# The ops that the rewrite puts in place of matmuls. Their last arguments are the texts of a recipe
+# and a seed index; then the codes of w, if any.
+LINEAR_OPS = ("linear", "grouped_linear", "batched_linear", "indexed_linear")
 
 
 def is_q2(node: fx.Node, *names: str) -> bool:

@@ -31,16 +31,15 @@ from torch.utils.data import get_worker_info
 from q2compile.capture.find_matmuls import UNREAD
 from q2compile.config import Config, resolved_policy
 from q2compile.cost_model.devices import present_device
-from q2compile.cost_model.ranges import over_bf16
 from q2compile.passes.record import PassRecord
 from q2compile.recipes.recipe import GEMMS
 from q2compile.report.row import Row, shape_text
+from q2compile.report.slower import is_slower, slower_text
 from q2compile.runtime_kernels.registry import emulated
 from q2compile.torch_internals.dynamo import was_named
 from q2compile.torch_internals.ranks import process_rank
 
 LOG = logging.getLogger("q2compile")
-SLOWER = 1.05  # times BF16: less is within the error of the predictions
 _MOST = 3  # names of matmuls that were left; the others are counted
 _FORMATS = {"fp8": "FP8", "nvfp4": "NVFP4", "mxfp4": "MXFP4"}
 
@@ -123,24 +122,9 @@ def slower(rows: Sequence[Row]) -> list[str]:
     if device is None or not all(device.column in row.predicted for row in taken) or not taken:
         return []
     times = [row.predicted[device.column] for row in taken]
-    ratio = over_bf16(times)
-    host, gpu = (sum(of[f"{where}_microseconds"] for of in times) for where in ("host", "gpu"))
-    if ratio.middle <= SLOWER:
-        return []
     in_fp4 = any(not row.fprop.startswith("fp8") for row in taken)
-    if host > gpu:
-        why = "the GPU waits for the host to launch their kernels"
-        instead = 'torch.compile with options={"mode": "reduce-overhead"} makes launches cheap'
-    elif device.emulates and in_fp4:
-        why = "it has no FP4 tensor cores"
-        instead = 'options={"recipe": "fp8"} is faster than BF16 there, this one is for studies'
-    else:
-        why = "the layers are too small"
-        instead = 'options={"policy": {"*": "auto"}} leaves in BF16 what is slower'
-    return [
-        f"on this {device.name} the quantized matmuls are predicted to take {ratio.text('.2g')} "
-        f"times as long as in BF16, because {why}; {instead}"
-    ]
+    text = slower_text(times, device, in_fp4=in_fp4)
+    return [f"on this {device.name} {text}"] if is_slower(times) else []
 
 
 def _of_weights(rows: Sequence[Row]) -> list[Row]:

@@ -14,7 +14,8 @@ graphs/
         5_output_code_forward.py   what Inductor generated
         5_output_code_backward.py
         passes.json                per pass: matches, time, change in op counts
-        nodes.json                 per stage and node: lines of source, Dynamo's node
+        nodes.json                 per stage and node: lines of source, Dynamo's node; and what
+                                   the backward takes from the forward
         reproduce_*.py             of a stage that failed: builds its graph again and runs it
 """
 
@@ -55,6 +56,7 @@ class DumpFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.report = RunReport()
+        self.report.changed = self.write_report
         _make(path)
         ours = _linkless(path / _MARKER).exists()
         theirs = [name for name in _REPORTS if not ours and _linkless(path / name).exists()]

@@ -24,7 +24,7 @@ from q2compile.report.kernel_choice import set_kernels
 from q2compile.report.model_coverage import Coverage
 from q2compile.report.report import RunReport, collector, table
 from q2compile.report.row import Row
-from q2compile.report.saved_for_backward import count_saved, note_weights
+from q2compile.report.saved_for_backward import count_saved, described, note_weights
 from q2compile.torch_internals.aot_autograd import compiles_ahead_of_time, graph_kind
 from q2compile.torch_internals.dynamo import compile_id
 from q2compile.torch_internals.trace import is_traced, trace_artifact
@@ -47,20 +47,21 @@ class GraphLog:
         self._weights: dict[str, str] = {}
         self._records: list[GraphRecord] = []
         self._passes: list[PassRecord] = []
+        self._made: dict[str, list[Any]] = {}  # by the forward
         self.folder: Path | None = None
-        self._reports: list[tuple[RunReport, DumpFolder | None]] = []
+        self._reports: list[RunReport] = []
         if config.dump is not None:
             folder = DumpFolder.get(os.fspath(config.dump))
             self.folder, record = folder.new_graph()
             self._records.append(record)
-            self._reports.append((folder.report, folder))
+            self._reports.append(folder.report)
         collecting = collector.get()
         apart = None if collecting is None else collecting.by_root
         self._coverage = Coverage.of(names.root, config, names.label, apart)
         if collecting is not None:
             number = self._records[0].number if self._records else collecting.graphs
             self._records.append(collecting.new_graph(number))
-            self._reports.append((collecting, None))
+            self._reports.append(collecting)
         root = type(names.root).__name__ if names.root is not None else "a function"
         self.title = f"graph {compile_id()} of {root}" + (f", {names.place}" * bool(names.place))
         heard = announce.LOG.isEnabledFor(logging.DEBUG) or is_traced()
@@ -97,6 +98,12 @@ class GraphLog:
             count_saved(gm.graph, self._rows)
             note_weights(gm.graph, self._rows, self._weights, _asked_of_weights(self._config))
             self._write_reports()
+            self._made = described(gm.graph) if self._records else {}
+        else:
+            inputs = (node.name for node in gm.graph.find_nodes(op="placeholder"))
+            saved = [self._made[name] for name in inputs if name in self._made]
+            for record in self._records:
+                record.note_saved(saved)
         self.graph("2_forward" if kind == "forward" else "3_backward", gm)
 
     def after_passes(self, gm: fx.GraphModule, kind: str, records: list[PassRecord]) -> None:
@@ -134,7 +141,7 @@ class GraphLog:
 
     def forget(self) -> None:
         """Take back what the reports have of this graph."""
-        for report, _ in self._reports:
+        for report in self._reports:
             report.remove(self._rows)
 
     def left_in_bf16(self, fault: StageError, names: Names) -> None:
@@ -155,12 +162,12 @@ class GraphLog:
             ]
             self._coverage.add(rows, names)
             self._add(rows)
-        for report, _ in self._reports:
+        for report in self._reports:
             report.faults.append(" ".join(str(fault).split()))
         self._write_reports()
 
     def _add(self, rows: list[Row]) -> None:
-        for report, _ in self._reports:
+        for report in self._reports:
             number = self._records[0].number
             for row in rows:
                 row.graph = number
@@ -172,9 +179,8 @@ class GraphLog:
         self._write_reports()
 
     def _write_reports(self) -> None:
-        for _, folder in self._reports:
-            if folder is not None:
-                folder.write_report()
+        for report in self._reports:
+            report.changed()
 
 
 def _note_gathered(graph: fx.Graph, rows: list[Row]) -> None:

@@ -42,6 +42,11 @@ class GraphRecord:
         self._origins.add(stage, gm)
         self._write("nodes.json", self._origins.text())
 
+    def note_saved(self, saved: list[Any]) -> None:
+        """The tensors that the backward takes from the forward, to be written with the next
+        graph."""
+        self._origins.saved = saved
+
     def write_code(self, stage: str, source: str) -> None:
         self._write(f"{stage}.py", source)
 
@@ -58,11 +63,13 @@ class _Origins:
     frames  [file, line, function, code]
     stacks  lists of places in frames, outermost first
     stages  stage -> node's name -> [place in stacks or -1, the node of Dynamo's graph or ""]
+    saved   as `saved_for_backward.described` gives them; null before there is a backward
     """
 
     frames: dict[Frame, int] = field(default_factory=dict)
     stacks: dict[tuple[int, ...], int] = field(default_factory=dict)
     stages: dict[str, dict[str, tuple[int, str]]] = field(default_factory=dict)
+    saved: list[Any] | None = None
 
     def add(self, stage: str, gm: fx.GraphModule) -> None:
         """Add nodes of ``gm`` and the graphs it calls; of two with one name, ``gm``'s counts."""
@@ -83,5 +90,6 @@ class _Origins:
             "frames": list(self.frames),
             "stacks": list(self.stacks),
             "stages": self.stages,
+            "saved": self.saved,
         }
         return json.dumps(shown, separators=(",", ":")) + "\n"

@@ -55,16 +55,17 @@ def module_of(node: fx.Node) -> str:
 
 def _annotation(node: fx.Node) -> str:
     value = node.meta.get("val", node.meta.get("example_value"))
-    text = _shape(value)
+    text = shape_of(value)
     return f": {text}" if text else ""
 
 
-def _shape(value: Any) -> str:
+def shape_of(value: Any) -> str:
+    """The dtype and shape of a tensor, or of several."""
     if isinstance(value, torch.Tensor):
         dtype = dtype_abbrs.get(value.dtype, str(value.dtype).removeprefix("torch."))
         return f"{dtype}[{', '.join(str(n) for n in value.shape)}]"
     if isinstance(value, tuple | list):
-        return f"({', '.join(_shape(v) for v in value)})"
+        return f"({', '.join(shape_of(v) for v in value)})"
     return ""
 
 

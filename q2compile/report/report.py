@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ class RunReport:
     def __init__(self) -> None:
         self.compiled_rows: list[Row] = []
         self.graphs = 0
+        self.changed: Callable[[], None] = lambda: None  # called when it has something new
         self.faults: list[str] = []
         self.graph_files: dict[int, dict[str, str]] = {}  # number -> what its dump would hold
         self.run = RunFacts()
@@ -100,9 +101,10 @@ class RunReport:
         rows = of_model(self.to_json())
         weights = [row for row in layers(rows) if row["has_parameter"]]
         taken = sum(row["taken"] for row in weights)
+        products = len(layers(rows)) - len(weights)
         text = (
-            f"{taken} of {len(weights)} matmuls with a weight taken; "
-            f"{len(layers(rows)) - len(weights)} matmuls without one; {self.graphs} graph(s)"
+            f"{taken} of {_counted(len(weights), 'matmul')} with a weight taken; "
+            f"{_counted(products, 'matmul')} without one; {_counted(self.graphs, 'graph')}"
         )
         size, elements = (
             sum(row[f"saved_{what}"] or 0 for row in rows) for what in ("bytes", "elements")
@@ -119,6 +121,10 @@ class RunReport:
 
     def __str__(self) -> str:
         return printable(self.text())
+
+
+def _counted(count: int, one: str) -> str:
+    return f"{count} {one}{'s' * (count != 1)}"
 
 
 # The report that explain() is collecting into, if any.

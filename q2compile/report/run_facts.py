@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import platform
 import shlex
@@ -18,6 +17,7 @@ import torch
 
 from q2compile import __version__
 from q2compile.config import Config, changed_options
+from q2compile.runtime_kernels.versions import version_of
 
 
 class RunFacts:
@@ -57,14 +57,10 @@ def _given(config: Config) -> dict[str, Any]:
 @cache
 def _versions() -> dict[str, str]:
     """Versions of what is installed. cuda: the version that torch was built for."""
-    try:
-        triton = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        triton = None
     versions = {
         "q2compile": __version__,
         "torch": str(torch.__version__),
-        "triton": triton,
+        "triton": version_of("triton"),
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
     }

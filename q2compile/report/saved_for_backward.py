@@ -15,8 +15,9 @@ from q2compile.graph.nodes import GEMM_OPS, is_q2, producer, q2_nodes
 from q2compile.graph.quantizers import quantizer_of
 from q2compile.graph.storages import hint_of
 from q2compile.passes.joint.keep_packed import RECOMPUTE
+from q2compile.report.graph_text import module_of, shape_of
 from q2compile.report.row import Row
-from q2compile.runtime_kernels.ops.table import TRANSPOSE
+from q2compile.runtime_kernels.ops.table import QUANTIZE, TRANSPOSE
 
 
 def count_saved(graph: fx.Graph, rows: list[Row]) -> None:
@@ -72,6 +73,28 @@ def note_weights(graph: fx.Graph, rows: list[Row], why: Mapping[str, str], other
     for row in rows:
         if row.taken and row.seed_index in weight_texts:
             row.weight = weight_texts[row.seed_index]
+
+
+def described(graph: fx.Graph) -> dict[str, list[Any]]:
+    """Node's name -> [module, name, type, bytes, kind] of each tensor of a forward graph.
+
+    kind   "quantized": a part of a quantized operand; "input": a parameter or an input of the
+           graph, which exists anyway; "other": the rest
+    bytes  None where a size is a symbol
+    """
+    found = {}
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "output" or not isinstance(value, torch.Tensor):
+            continue
+        is_input = node.op == "placeholder"
+        is_quantized = is_q2(producer(node), QUANTIZE, TRANSPOSE)
+        kind = "input" if is_input else "quantized" if is_quantized else "other"
+        is_known = all(isinstance(size, int) for size in value.shape)
+        size = value.numel() * value.element_size() if is_known else None
+        module = "" if is_input else module_of(node)
+        found[node.name] = [module, node.name, shape_of(value), size, kind]
+    return found
 
 
 def _quantizes(op: fx.Node) -> bool:

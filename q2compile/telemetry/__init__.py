@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The option ``telemetry``: what quantizing does to each operand, recorded while a model trains.
 
-    begin        whether a graph is recorded
+    of_graph     whether a graph is recorded
     clock        which step it is
     into_graph   what a compiled graph is given to note
     recorder     one graph: which variant runs, and its memory on the device
@@ -18,10 +18,16 @@ if TYPE_CHECKING:
     from q2compile.telemetry.clock import step as step
     from q2compile.telemetry.folder import TelemetryWarning as TelemetryWarning
     from q2compile.telemetry.folder import flush as flush
+    from q2compile.telemetry.of_graph import recorder_of as recorder_of
 
 __all__ = ["TelemetryWarning", "flush", "step"]
 
-_HOMES = {"TelemetryWarning": "folder", "flush": "folder", "step": "clock"}
+_HOMES = {
+    "TelemetryWarning": "folder",
+    "flush": "folder",
+    "step": "clock",
+    "recorder_of": "of_graph",  # for the backend
+}
 
 
 if not TYPE_CHECKING:  # a checker would take any name for one that this finds

@@ -41,7 +41,7 @@ from q2compile.telemetry.clock import Clock, calls_without_a_step
 from q2compile.telemetry.copies import HostCopy
 from q2compile.telemetry.options import TelemetryOptions
 from q2compile.telemetry.watch import EVERY, Finding, Watch
-from q2compile.telemetry.writers import CsvFile, Tensorboard
+from q2compile.telemetry.writers import Tensorboard, append_csv
 from q2compile.torch_internals.ranks import process_rank, world_size
 
 NAMES = ("module", "gemm", "operand", "format")
@@ -108,7 +108,6 @@ class Folder:
         self._watch = Watch()
         self._step = self._watched = -1
         self._started = False
-        self._csv: CsvFile | None = None
         self._tensorboard: Tensorboard | None = None
         self._last: dict[tuple[str, ...], Row] = {}  # operand -> its last record with an error
         _make(self.path)
@@ -186,8 +185,8 @@ class Folder:
             lines.append(_event(finding))
         with (self.path / f"rank{rank}.jsonl").open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
-        if self._csv is not None:
-            self._csv.write(rows)
+        if self.options.csv:
+            append_csv(self.path / f"rank{rank}.csv", COLUMNS, rows)
         if self._tensorboard is not None:
             self._tensorboard.write(rows, finding)
         if rank == 0:
@@ -195,8 +194,6 @@ class Folder:
 
     def _start(self, rank: int) -> None:
         self._started = True
-        if self.options.csv:
-            self._csv = CsvFile(self.path / f"rank{rank}.csv", COLUMNS)
         if self.options.tensorboard:
             self._tensorboard = Tensorboard.where_installed(
                 self.path / "tensorboard" / f"rank{rank}", (*FIELDS, CHANGED)

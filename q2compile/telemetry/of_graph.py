@@ -11,10 +11,12 @@ import torch
 from torch import fx
 
 from q2compile.capture.module_names import Names, site_name
+from q2compile.graph.nodes import LINEAR_OPS, q2_nodes
 from q2compile.graph.views import example
 from q2compile.recipes.recipe import Operand, parse
 from q2compile.runtime_kernels.numerics.schemes import SCHEMES
 from q2compile.runtime_kernels.numerics.statistics import CODES_SAMPLE, GROUP, sample_of
+from q2compile.telemetry.folder import make
 from q2compile.telemetry.options import TelemetryOptions
 from q2compile.telemetry.recorder import Recorder, Site
 from q2compile.torch_internals.dynamo import called_graphs, parameter_of
@@ -28,8 +30,6 @@ class Taken(Protocol):
     seed_index: Any
 
 
-_LINEAR_OPS = ("linear", "grouped_linear", "batched_linear", "indexed_linear")
-_LINEARS = {getattr(torch.ops.q2, name).default for name in _LINEAR_OPS}
 _UNIT = 128  # what a contraction is padded to, at most
 _recorder_numbers = itertools.count()
 
@@ -41,20 +41,20 @@ def recorder_of(
 
     rows: its matmuls.
     """
+    make(options)  # also where nothing is recorded, which is said at exit
     if not torch.is_grad_enabled():
         return None
     modules = {row.seed_index: row.module for row in rows if row.taken}
     sites, device = {}, None
     served = _served(names)
     for inner in called_graphs(gm):
-        for node in inner.graph.nodes:
-            if node.target not in _LINEARS:
-                continue
-            *_, fprop, dgrad, wgrad, seed_index = node.args
+        for node in q2_nodes(inner.graph, *LINEAR_OPS):
+            args: Any = node.args
+            *_, fprop, dgrad, wgrad, seed_index = args
             if seed_index not in modules:
                 continue
             recipe = parse(fprop, dgrad, wgrad)
-            w = example(node.args[1])
+            w = example(args[1])
             name = modules[seed_index]
             codes = _sampled_bytes(w, recipe.fprop.b) if recipe.fprop is not None else 0
             sites[seed_index] = Site((name, *served.get(name, ())), recipe, codes)

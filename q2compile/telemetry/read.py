@@ -34,10 +34,10 @@ def read_folder(folder: Path) -> dict[str, Any]:
         ranks      the ranks that have records
         statistics  their names
         operands   [{"rank", "module", "gemm", "operand", "format", "gaussian", "last", "curves":
-                   {name: a number for each step, null where there is none; or a single number, the
-                   same at all}}]. gaussian is the relative error of the scheme on N(0, 1); last the
-                   last record with an error, {"step", "relative_error"}, or null: after an Inf, and
-                   of weights that are cached, records have none
+                   {name: a number for each step, null where there is none}}]. gaussian is the
+                   relative error of the scheme on N(0, 1); last the last record with an error,
+                   {"step", "relative_error"}, or null: after an Inf, and of weights that are
+                   cached, records have none
         nonfinite  [{"rank", "step", "module", "gemm", "operand"}]: each rank's first
         last       the last step that was recorded, null without one
 
@@ -68,6 +68,17 @@ def read_folder(folder: Path) -> dict[str, Any]:
         "operands": [_operand(key, by_step, steps) for key, by_step in records.items()],
         "nonfinite": nonfinite,
     }
+
+
+def largest_inputs(folder: Path) -> dict[str, float]:
+    """Module -> the largest amax of x in fprop that any rank recorded at any step."""
+    found: dict[str, float] = {}
+    for file in sorted(folder.glob("rank*.jsonl")):
+        for row in lines_of(file):
+            is_x = (row.get("gemm"), row.get("operand")) == ("fprop", "x")
+            if is_x and row.get("amax") is not None:
+                found[row["module"]] = max(found.get(row["module"], 0.0), row["amax"])
+    return found
 
 
 def other_runs(folder: Path) -> list[str]:
@@ -130,8 +141,7 @@ def _operand(
 ) -> dict[str, Any]:
     rank, module, gemm, operand, quantized = key
     curves = {
-        name: _short([_rounded(by_step.get(step, {}).get(name)) for step in steps])
-        for name in STATISTICS
+        name: [_rounded(by_step.get(step, {}).get(name)) for step in steps] for name in STATISTICS
     }
     known = [step for step, line in by_step.items() if line["relative_error"] is not None]
     last = max(known, default=None)
@@ -154,7 +164,3 @@ def _rounded(number: Any) -> float | None:
     if number is None or not math.isfinite(number):
         return None
     return float(f"{number:.5g}" if 0.5 < abs(number) <= 1 else f"{number:.4g}")
-
-
-def _short(curve: list[float | None]) -> list[float | None] | float | None:
-    return curve[0] if len(set(curve)) == 1 else curve

@@ -10,21 +10,14 @@ from pathlib import Path
 from typing import Any
 
 
-class CsvFile:
-    """A file of records, a header on top, appended to."""
-
-    def __init__(self, path: Path, columns: Sequence[str]) -> None:
-        self._path, self._columns = path, columns
-        if not path.exists():
-            self._append([dict(zip(columns, columns, strict=True))])
-
-    def write(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Append records; a number that is not known is an empty cell."""
-        self._append(rows)
-
-    def _append(self, rows: Iterable[dict[str, Any]]) -> None:
-        with self._path.open("a", encoding="utf-8", newline="") as file:
-            csv.DictWriter(file, self._columns).writerows(rows)
+def append_csv(path: Path, columns: Sequence[str], rows: Iterable[dict[str, Any]]) -> None:
+    """Append records to a file that has a header; a number that is not known is an empty cell."""
+    is_new = not path.exists()
+    with path.open("a", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        if is_new:
+            writer.writeheader()
+        writer.writerows(rows)
 
 
 class Tensorboard:

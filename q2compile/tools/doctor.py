@@ -17,7 +17,6 @@ checked, at counts of rows from 1 to 4096: a kernel may be wrong at a single one
 The first line is the result. Kernels that passed are lines only with --verbose. The kernel that is
 being checked is shown on a terminal, so that a check that hangs has a name."""
 
-import importlib.metadata
 import json
 import platform
 import sys
@@ -39,7 +38,7 @@ from q2compile.runtime_kernels.cuda.jit import launch, nvrtc
 from q2compile.runtime_kernels.cuda.known_bad import known_bad
 from q2compile.runtime_kernels.kernel_states import REJECTED
 from q2compile.runtime_kernels.registry import KernelWarning
-from q2compile.runtime_kernels.versions import cublaslt_version, driver_version
+from q2compile.runtime_kernels.versions import cublaslt_version, driver_version, version_of
 from q2compile.tools.clear_cache import clear_cache
 from q2compile.tools.kernel_rows import (
     PASSED,
@@ -106,12 +105,8 @@ def _versions(lines: list[str]) -> dict[str, str | None]:
     on_gpu = torch.cuda.is_available()
     # torch with its build, 2.15.0+cu132, which metadata may lack
     found: dict[str, str | None] = {"Python": platform.python_version(), "torch": torch.__version__}
-    for package in _PACKAGES if on_gpu else ():
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = None
     if on_gpu:
+        found |= {package: version_of(package) for package in _PACKAGES}
         found |= {"driver": driver_version(), "cuBLASLt": cublaslt_version()}
     words = (f"{name} {of}" if of else f"no {name}" for name, of in found.items())
     lines.append(f"versions  {', '.join(words)}")

@@ -38,7 +38,7 @@ def ranked(modules: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
     modules  as a compare.json has them
     """
-    rank = {m["module"]: _rank(m) for m in modules}
+    rank = {m["module"]: rank_of(m) for m in modules}
     return sorted(kinds_of(rank), key=lambda of: -sum(rank[name] for name in of))
 
 
@@ -114,9 +114,9 @@ def cost_of(module: Mapping[str, Any], of: str, device: str, value: str = "bf16"
 
 
 def _removed(module: Mapping[str, Any], value: str) -> float:
-    """The error that a module no longer makes in bf16 or fp8, as `_rank` measures it. What no
+    """The error that a module no longer makes in bf16 or fp8, as `rank_of` measures it. What no
     number measures counts as more than all others."""
-    rank = min(_rank(module), 1e30)
+    rank = min(rank_of(module), 1e30)
     if value == "bf16":
         return rank
     left = module.get("fp8_effect")
@@ -132,7 +132,8 @@ def _size(module: Mapping[str, Any], of: str, device: str) -> float:
     return float(size)
 
 
-def _rank(module: Mapping[str, Any]) -> float:
+def rank_of(module: Mapping[str, Any]) -> float:
+    """The key that modules are ranked by: the squared effect, or else the largest error."""
     effect, share = module.get("effect"), module.get("share")
     if effect is not None:
         return math.inf if math.isnan(effect) else float(effect) ** 2

@@ -15,6 +15,7 @@ import q2compile.linear.dense
 import q2compile.linear.experts  # noqa: F401  registers the ops
 from q2compile.capture.module_tree import named_modules
 from q2compile.errors import ConfigError
+from q2compile.graph.nodes import LINEAR_OPS, is_q2
 from q2compile.graph.views import example, is_view_or_cast, transposes, viewed
 from q2compile.recipes.recipe import Recipe, parse
 from q2compile.torch_internals.dynamo import (
@@ -31,13 +32,6 @@ from q2compile.weight_cache.adapters import Merged
 from q2compile.weight_cache.cache import CodesLayout, parts_of
 
 _LINEAR = torch.ops.q2.linear.default
-# Their last arguments are the texts of a recipe and a seed index; then the codes of w, if any.
-_LINEARS = (
-    _LINEAR,
-    torch.ops.q2.grouped_linear.default,
-    torch.ops.q2.batched_linear.default,
-    torch.ops.q2.indexed_linear.default,
-)
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 
@@ -222,7 +216,7 @@ def _is_transpose(node: Any) -> bool:
 
 
 def is_linear(node: fx.Node) -> bool:
-    return node.target in _LINEARS
+    return is_q2(node, *LINEAR_OPS)
 
 
 def recipe_of(linear: fx.Node) -> Recipe:

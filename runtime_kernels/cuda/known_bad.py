@@ -10,14 +10,13 @@ Not in the table: Triton's tl.dot_scaled with K = 96 was silently wrong on 10.0
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import re
 import warnings
 from typing import NamedTuple
 
 import torch
 
-from q2compile.runtime_kernels.versions import cublaslt_version
+from q2compile.runtime_kernels.versions import cublaslt_version, version_of
 
 CUBLAS, TRITON = "cuBLAS", "Triton"
 
@@ -96,8 +95,4 @@ def cublas() -> tuple[int, ...]:
 
 def triton() -> tuple[int, ...]:
     """The version of Triton; empty if it is not there."""
-    try:
-        version = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        return ()
-    return tuple(map(int, re.findall(r"\d+", version)[:3]))
+    return tuple(map(int, re.findall(r"\d+", version_of("triton") or "")[:3]))

@@ -9,11 +9,5 @@ import zlib
 
 def data_of(page):
     """The data that the page's scripts read, as Python values."""
-    return json.loads(
-        re.search(r'<script type="application/json" id="data">(.*?)</script>', page)[1]
-    )
-
-
-def unpacked(text):
-    """The text that `document.packed` packed."""
-    return zlib.decompress(base64.b64decode(text)).decode()
+    packed = re.search(r'<script type="text/plain" id="data">(.*?)</script>', page)[1]
+    return json.loads(zlib.decompress(base64.b64decode(packed)))

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import os
 import platform
 import subprocess
@@ -14,7 +13,7 @@ import torch
 
 from q2compile import __version__
 from q2compile.runtime_kernels.cuda.jit import launch, nvrtc
-from q2compile.runtime_kernels.versions import cublaslt_version
+from q2compile.runtime_kernels.versions import cublaslt_version, version_of
 
 _PACKAGES = ("triton", "cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cublas")
 _STATE = (
@@ -35,11 +34,7 @@ def about(device: torch.device) -> dict[str, Any]:
         "nvrtc": _or_error(lambda: "{}.{}".format(*nvrtc.version())),
         "cublaslt": _or_error(cublaslt_version) if device.type == "cuda" else None,
     }
-    for package in _PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
+    versions |= {package: version_of(package) for package in _PACKAGES}
     settings = {name: value for name, value in os.environ.items() if name.startswith("Q2COMPILE_")}
     return {
         "device": _device(device),

@@ -19,6 +19,7 @@ from q2compile.report.row import Row, shape_text
 from q2compile.tools.worst_layers import (
     after,
     cost_of,
+    rank_of,
     ranked,
     rules_of,
     total_size,
@@ -102,12 +103,6 @@ class ModuleError:
             fp8_effect=fp8_effect,
         )
 
-    @property
-    def rank(self) -> float:
-        """The key that modules are ranked by: the effect, or else the largest error of a GEMM."""
-        errors = (self.fprop, self.dgrad, self.wgrad) if self.effect is None else (self.effect,)
-        return max(math.inf if math.isnan(e or 0.0) else e or 0.0 for e in errors)
-
 
 @dataclass
 class Comparison:
@@ -134,7 +129,7 @@ class Comparison:
 
     @property
     def ranked(self) -> list[ModuleError]:
-        return sorted(self.modules, key=lambda m: -m.rank)
+        return sorted(self.modules, key=lambda m: -rank_of(vars(m)))
 
     @property
     def sum_of_effects(self) -> float:

@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from q2compile.capture.inline_attention import inline_attention
 from q2compile.capture.module_names import Names
 from q2compile.config import Config
+from q2compile.graph.nodes import LINEAR_OPS, q2_nodes
 from q2compile.recipes.published import RECIPES
 from q2compile.recipes.recipe import BF16, GEMMS, Recipe, parse
 from q2compile.report.row import Row
@@ -95,14 +96,9 @@ def _probe(gm: fx.GraphModule, probes: Probes, names: dict[int | None, str]) -> 
     before    y = torch.ops.q2.linear.default(x, w, b, 'nvfp4 @ nvfp4', ..., 3)
     after     y = self.probe_3(x, w, b)
     """
-    ops = {
-        getattr(torch.ops.q2, name).default
-        for name in ("linear", "grouped_linear", "batched_linear", "indexed_linear")
-    }
-    for node in list(gm.graph.nodes):
-        if node.op != "call_function" or node.target not in ops:
-            continue
-        *operands, fprop, dgrad, wgrad, seed_index = node.args
+    for node in list(q2_nodes(gm.graph, *LINEAR_OPS)):
+        args: Any = node.args
+        *operands, fprop, dgrad, wgrad, seed_index = args
         probe = Probe(
             probes, names[seed_index], node.target, parse(fprop, dgrad, wgrad), seed_index
         )

@@ -6,8 +6,7 @@
     codes.py         the codes of a weight, and common global scales
     formats.py       what each format stores, under which names
     names.py         the names that Hugging Face's loaders expect
-    activations.py   static scales of activations
-    job.py           the arguments and the result of an export
+    job.py           the settings and the result of an export
     shards.py        files that appear whole or not at all
     write.py         layer by layer into them;  configs.py  the JSON files beside them
     ranks.py         work that one rank does for all that export the same model

@@ -22,7 +22,7 @@ from q2compile.tools.export.formats import (
     compressed_tensors_config,
     modelopt_configs,
 )
-from q2compile.tools.export.job import Exported, Job
+from q2compile.tools.export.job import Job
 from q2compile.tools.export.names import module_name, siblings, untied
 from q2compile.tools.export.shards import write_json
 
@@ -30,32 +30,34 @@ RECORD = "q2compile_export.json"
 _NO_MATMUL = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, nn.modules.conv._ConvNd)
 
 
-def write_configs(job: Job, folder: Path, done: Exported) -> None:
+def write_configs(job: Job, folder: Path) -> None:
     """The record of the export, and the configurations that loaders read."""
-    ignore = _ignored(job, done)
-    done.notes += _notes(job, done)
+    done = job.done
+    ignore = _ignored(job)
+    done.notes += _notes(job)
     for note in done.notes:
         LOG.warning("q2compile: export: %s", note)
     write_json(folder / RECORD, {"q2compile": __version__, **asdict(done), "folder": ""})
     quantization, own = None, None
-    if job.fmt.name == "compressed-tensors":
-        groups = _groups(job, done)
-        quantization = compressed_tensors_config(done.variant, groups, job.activations, ignore)
-    elif job.fmt.name == "modelopt":
-        quantization, own = modelopt_configs(job.activations, ignore, __version__)
+    if done.format == "compressed-tensors":
+        groups = _groups(job)
+        quantization = compressed_tensors_config(done.variant, groups, done.activations, ignore)
+    elif done.format == "modelopt":
+        quantization, own = modelopt_configs(done.activations, ignore, __version__)
     if own is not None:
         write_json(folder / "hf_quant_config.json", own)
     if job.is_hugging_face:
-        _write_hugging_face(job, folder, done, quantization)
+        _write_hugging_face(job, folder, quantization)
     elif quantization is not None:
         write_json(folder / "config.json", {"quantization_config": quantization})
     if job.tokenizer is not None:
         job.tokenizer.save_pretrained(folder)
 
 
-def _groups(job: Job, done: Exported) -> list[tuple[Format, Sequence[str]]]:
+def _groups(job: Job) -> list[tuple[Format, Sequence[str]]]:
     """Each format that is used, with the modules in it by their names in the file. The first is
     that of the experts, which transformers 5.23 takes for all of them."""
+    done = job.done
     found: dict[str, list[str]] = {}
     for name, layer in done.layers.items():
         keys = job.named(name, torch.empty(layer["shape"], device="meta"))
@@ -67,13 +69,14 @@ def _groups(job: Job, done: Exported) -> list[tuple[Format, Sequence[str]]]:
     return [(formats[variant], found[variant]) for variant in experts_first]
 
 
-def _notes(job: Job, done: Exported) -> list[str]:
+def _notes(job: Job) -> list[str]:
     """Notes on layers that known loaders can't read."""
+    done = job.done
     notes = list(job.found.unmatched)
     taken = [name for name in job.state if name in done.layers]
     stacks = [name for name in taken if len(done.layers[name]["shape"]) > 2]
     transposed = [name for name in taken if done.layers[name]["transposed"] and name not in stacks]
-    if job.is_hugging_face and job.fmt.name == "compressed-tensors":
+    if job.is_hugging_face and done.format == "compressed-tensors":
         in_nvfp4 = [n for n in stacks if done.layers[n]["format"] == NVFP4_PACKED.variant]
         if in_nvfp4:
             notes.append(
@@ -105,9 +108,10 @@ def _notes(job: Job, done: Exported) -> list[str]:
     return notes
 
 
-def _ignored(job: Job, done: Exported) -> Sequence[str]:
+def _ignored(job: Job) -> Sequence[str]:
     """The modules that hold a matrix that is not quantized, by their names in the file: heads and
     routers among them. Embeddings, norms and convolutions are no matmuls of a loader."""
+    done = job.done
     modules = {plain_name(name): module for name, module in job.model.named_modules()}
     found: dict[str, None] = {}
     for name, tensor in job.state.items():
@@ -124,15 +128,14 @@ def _ignored(job: Job, done: Exported) -> Sequence[str]:
             row = job.found.not_seen.get(site)
             why = "not seen: no matmul of it came to the backend in this forward"
             done.left[site] = row.why if row else why
-        for key in job.left_tensors(done, name, shape):
+        for key in job.left_tensors(name, shape):
             found[module_name(key)] = None
     return list(found)
 
 
-def _write_hugging_face(
-    job: Job, folder: Path, done: Exported, quantization: dict[str, Any] | None
-) -> None:
+def _write_hugging_face(job: Job, folder: Path, quantization: dict[str, Any] | None) -> None:
     """config.json and generation_config.json, as save_pretrained writes them."""
+    done = job.done
     model: Any = job.model
     in_codes = {id(job.state[name]) for name in done.layers}
     tied = any(id(t) in in_codes and n not in done.layers for n, t in job.state.items())

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from q2compile.config import Config
 from q2compile.errors import ConfigError, one_of, shown
-from q2compile.tools.export import activations as recorded
+from q2compile.telemetry.read import largest_inputs
 from q2compile.tools.export.formats import (
     ACTIVATIONS,
     DYNAMIC,
@@ -24,12 +25,12 @@ from q2compile.tools.export.formats import (
     formats_for,
 )
 from q2compile.tools.export.inputs import traced
-from q2compile.tools.export.job import Exported, Job
+from q2compile.tools.export.job import Exported
 from q2compile.tools.export.options import compiled_parts, options_of_training
 from q2compile.tools.export.ranks import Ranks
 from q2compile.tools.export.shards import checked_folder, size_in_bytes
 from q2compile.tools.export.traced import Trace
-from q2compile.tools.export.write import write
+from q2compile.tools.export.write import Writer
 
 AUTOCAST = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -93,24 +94,33 @@ def export(
     _check_sources(activations, calibration, telemetry)
     _check_model(model, autocast)
     config = options_of_training(compiled, options)
-    amax = recorded.of_telemetry(telemetry) if telemetry is not None else {}
+    recorded = {} if telemetry is None else _recorded(Path(telemetry))
     found = traced(model, config, example_inputs, calibration, autocast)
     if options is None and (parts := compiled_parts(compiled)):
         found.leave_outside_of(parts)
     formats = _checked_formats(found, format, activations, autocast)
-    job = Job(
+    seen = {site: float(amax) for site, amax in found.amax.items()}
+    return Writer(
         model=model,
-        path=path,
+        done=Exported(str(path), format, "", activations, left=dict(found.left)),
         ranks=ranks,
         formats=formats,
-        activations=activations,
         found=found,
-        amax=amax or recorded.of_all_ranks(found.amax, ranks),
+        amax=recorded or ranks.largest(seen),
         leaves=inexact == "leave",
         tokenizer=tokenizer,
         limit=limit,
-    )
-    return write(job)
+    ).write()
+
+
+def _recorded(folder: Path) -> dict[str, float]:
+    """Site -> the largest activation in the records of the option ``telemetry``."""
+    if not (found := largest_inputs(folder)):
+        raise ConfigError(
+            f"export: telemetry: {folder} has no record of an activation; give the folder that "
+            "options={'telemetry': {'to': ...}} wrote, or calibration="
+        )
+    return found
 
 
 def _check_model(model: nn.Module, autocast: torch.dtype | None) -> None:

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arguments and the result of an export."""
+"""The settings and the result of an export."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,18 +18,21 @@ from q2compile.tools.export.ranks import Ranks
 from q2compile.tools.export.traced import Trace
 
 
-@dataclass(frozen=True)
+@dataclass
 class Job:
-    """An export's settings; see `export.export`. formats: by the format of a scheme; amax: call
-    site -> the amax of its activations."""
+    """An export's settings; see `export.export`.
+
+    done     what is written so far
+    formats  by the format of a scheme
+    amax     call site -> the largest of its activations
+    """
 
     model: nn.Module
-    path: Path
+    done: Exported
     ranks: Ranks
     formats: dict[str, Format]
-    activations: str
     found: Trace
-    amax: dict[str, Tensor]
+    amax: dict[str, float]
     leaves: bool
     tokenizer: Any
     limit: int
@@ -62,9 +64,9 @@ class Job:
     def is_hugging_face(self) -> bool:
         return is_hugging_face(self.model)
 
-    def left_tensors(self, done: Exported, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    def left_tensors(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """A tensor that is written as it is, under its names in the file."""
-        return self.named(name, tensor, stacks=name.removesuffix("_bias") in done.layers)
+        return self.named(name, tensor, stacks=name.removesuffix("_bias") in self.done.layers)
 
     def named(self, name: str, tensor: Tensor, *, stacks: bool = True) -> dict[str, Tensor]:
         """A tensor of the model's state under its names in the file; see `checkpoint_tensors`."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -48,6 +48,15 @@ class Ranks:
         """The values of the ranks that export the same model."""
         values = self._of_all(value)
         return [values[rank] for rank in self._same]
+
+    def largest(self, values: Mapping[str, float]) -> dict[str, float]:
+        """The largest value of each name on the ranks that export the same model. They may run
+        different batches, which reach different experts."""
+        found: dict[str, float] = {}
+        for of_rank in self.of_each(values):
+            for name, value in of_rank.items():
+                found[name] = max(found.get(name, 0.0), value)
+        return found
 
     def on_first(
         self, call: Callable[[], Result], meanwhile: Callable[[], Any] = lambda: None

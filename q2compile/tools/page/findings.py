@@ -13,6 +13,7 @@ from q2compile.errors import ConfigError
 from q2compile.recipes.policy import AUTO, compiled_pattern, patterns_of
 from q2compile.recipes.recipe import BF16
 from q2compile.report.model_rows import of_model
+from q2compile.report.slower import is_slower, slower_text
 from q2compile.tools.page.errors import OUTLIERS, Data, Error, shares
 from q2compile.tools.worst_layers import (
     BUDGET,
@@ -27,8 +28,6 @@ from q2compile.tools.worst_layers import (
 # A kind of layer stands out with this share of the gradient's squared error, and so many times
 # its share of the FLOPs.
 SHARE, TIMES = 0.1, 2.0
-# A matmul is slower than in BF16 from this multiple of its time on.
-SLOWER = 1.005
 _SENTENCES, _NAMED = 4, 3
 Finding = dict[str, Any]
 Rules = dict[str, Any]
@@ -177,33 +176,20 @@ def _slower(taken: Sequence[Data], layers: _Layers) -> list[tuple[str, Rules]]:
         [row["predicted"][device.column] for row in predicted if row["module"] in of]
         for of in kinds
     ]
-    ratios = dict(zip(map(tuple, kinds), map(over_bf16, times), strict=True))
-    slower = [kind for kind, ratio in ratios.items() if ratio.middle > SLOWER]
+    slower = [kind for kind, of in zip(kinds, times, strict=True) if is_slower(of)]
     if not slower:
         return []
-    ends = Range(
-        min(ratios[kind].low for kind in slower), max(ratios[kind].high for kind in slower)
-    )
-    take = f"take {ends.text()} times as long as in BF16"
     if len(slower) == len(kinds):
-        every = [one for of in times for one in of]
-        waits = _sum(every, "host_microseconds") > _sum(every, "gpu_microseconds")
-        host = (
-            ", because the GPU waits for the host to launch their kernels "
-            '(options={"mode": "reduce-overhead"} makes launches cheap)'
-        )
-        text = (
-            "These layers are too small to gain from FP4, but fine for studying the loss: on a "
-            f"{device.name} the quantized matmuls are predicted to {take}{host * waits}."
-        )
-        return [(text, {})]
+        text = slower_text([one for of in times for one in of], device, in_fp4=True)
+        return [(f"On a {device.name} {text}.", {})]
+    ratios = [over_bf16(of) for kind, of in zip(kinds, times, strict=True) if kind in slower]
+    ends = Range(min(ratio.low for ratio in ratios), max(ratio.high for ratio in ratios))
     are = "is" if len(slower) == 1 else "are"
-    text = f"On a {device.name}, {layers.called(slower)} {are} predicted to {take}."
+    text = (
+        f"On a {device.name}, {layers.called(slower)} {are} predicted to take {ends.text()} times "
+        "as long as in BF16."
+    )
     return [(text, policy_of(slower, layers.names))]
-
-
-def _sum(times: Iterable[Mapping[str, float]], which: str) -> float:
-    return sum(one.get(which, 0.0) for one in times)
 
 
 def _outliers(operands: Sequence[Error], layers: _Layers) -> list[tuple[str, Rules]]:

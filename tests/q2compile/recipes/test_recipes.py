@@ -22,8 +22,8 @@ def text(file: str) -> str:
 
 def test_every_list_of_recipes_has_each():
     """In the order of RECIPES, where a reader sees it: types, papers, the README and the guide of
-    options, colors of the report page, examples/paper_tables.py. The README links each paper, and
-    the guide says when to take which."""
+    options, examples/paper_tables.py. The README links each paper, and the guide says when to take
+    which."""
     row = r"^\| `(\w+)` \| (.*?) +\|"
     linked = r"\[(.*arXiv (\S+))\]\(https://arxiv.org/abs/\2\)"
     listed = dict(re.findall(row, re.sub(linked, r"\1", text("README.md")), re.MULTILINE))
@@ -34,11 +34,8 @@ def test_every_list_of_recipes_has_each():
     assert ["quartet2", *others.split(", ")] == list(RECIPES)
     (when,) = re.findall(r"\| you want \| recipe \|\n(.*?)\n\n", page, re.DOTALL)
     assert {*re.findall(r"`(\w+)`", when)} == set(RECIPES)
-    page = text("q2compile/tools/page/static/model.js")
-    colors = re.search(r"KNOWN_RECIPES = \[(.*?)\]", page, re.DOTALL)
-    tables = re.search(r"RECIPES = \((.*?)\n\)", text("examples/paper_tables.py"), re.DOTALL)
-    for found in (colors, tables):
-        assert {*re.findall(r'"(\w+)"', found.group(1)), "bf16"} == set(RECIPES)
+    (tables,) = re.findall(r"RECIPES = \((.*?)\n\)", text("examples/paper_tables.py"), re.DOTALL)
+    assert {*re.findall(r'"(\w+)"', tables), "bf16"} == set(RECIPES)
 
 
 def test_quartet2_as_text():

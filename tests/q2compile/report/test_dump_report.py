@@ -16,7 +16,7 @@ from q2compile.report.report import RunReport, table
 from q2compile.report.row import Row
 from q2compile.tools import cli
 from tests.support.new_process import forget_dump_folders
-from tests.support.page_data import data_of, unpacked
+from tests.support.page_data import data_of
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -67,7 +67,7 @@ recipe quartet2 with bf16 dgrad
   dgrad  bf16
   wgrad  rht128>nvfp4_ms_eden_pow2 @ requantize>rht128>nvfp4_ms_eden_pow2
 
-2 of 3 matmuls with a weight taken; 2 matmuls without one; 1 graph(s); quantized for backward: 233 B, 4.66 bits per element
+2 of 3 matmuls with a weight taken; 2 matmuls without one; 1 graph; quantized for backward: 233 B, 4.66 bits per element
 note: predicted time of the GEMMs taken and their quantizers (not of a step), divided by BF16's: 2.44 on B200, 2.44 on RTX 5090; for each matmul in the columns b200 and rtx5090
 note: predicted, not measured, from data-sheet peaks and the share that published GEMMs reach: B200 9000 TFLOP/s FP4 (40%-58% reached), 2250 BF16 (60%-67%), 8 TB/s; RTX 5090 1676 TFLOP/s FP4 (45%-81% reached), 209.5 BF16 (88%-113%), 1.792 TB/s; a quantizer reaches 78%-88% of the bandwidth, 62%-76% of the issue slots (57%-69% with stochastic rounding), or 65%-100% of its fullest pipe; 2.5-4.3 us per launch; forward quantizers fused; 8-14 us of the host per call of two launches, if that is longer""",
         )
@@ -248,13 +248,10 @@ def test_the_command_line_makes_a_page_of_a_dump(tmp_path, capsys):
     assert cli.main(["report", str(tmp_path)]) == 0
     path = capsys.readouterr().out.strip()
     assert path == str(tmp_path / "report.html")
-    page = (tmp_path / "report.html").read_text()
-    data = data_of(page)
-    (graph,) = data["graphs"]
+    (graph,) = data_of((tmp_path / "report.html").read_text())["graphs"]
     for stage in ("0_dynamo", "1_rewritten", "2_forward", "4_after_passes_forward"):
         written = (tmp_path / "graph_0" / f"{stage}.txt").read_text()
-        assert unpacked(data["texts"][graph["texts"][f"{stage}.txt"]]) == written
-    assert page.count("nvfp4_46_pow2 @ nvfp4_46_pow2") == 1  # of all rows with this recipe
+        assert graph["texts"][f"{stage}.txt"] == written
 
 
 def test_the_command_line_says_what_is_wrong(tmp_path, capsys):

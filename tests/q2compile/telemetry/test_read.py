@@ -18,7 +18,7 @@ def test_data(tmp_path):
     one, other = data["operands"]
     assert one["curves"]["relative_error"] == [0.1, 0.2]
     assert other["curves"]["relative_error"] == [None, 0.1235]
-    assert one["curves"]["zero"] == 0.0 and one["curves"]["changed"] is None
+    assert one["curves"]["zero"] == [0.0, 0.0] and one["curves"]["changed"] == [None, None]
     assert data["nonfinite"] == [{"rank": 0, **NONFINITE}]
     assert of_records(data) == "1 module, steps 0 to 2, on 2 ranks."
 
@@ -49,7 +49,7 @@ def test_a_later_run_replaces_what_an_earlier_one_recorded_of_its_steps(tmp_path
     written(tmp_path, *earlier, start, record(0, error=0.3))
     data = read_folder(tmp_path)
     assert data["steps"] == [0] and data["nonfinite"] == []
-    assert [o["curves"]["relative_error"] for o in data["operands"]] == [0.3]
+    assert [o["curves"]["relative_error"] for o in data["operands"]] == [[0.3]]
 
 
 BAD = [b"{", b"3", b'{"step": 1}', b'{"step": "a", "module": "up"}', b"\xff\xfe"]

@@ -153,7 +153,7 @@ def test_versions_that_are_known_to_be_bad(monkeypatch, recwarn, case):
         return triton
 
     monkeypatch.setattr(known_bad, "cublaslt_version", lambda: cublas)
-    monkeypatch.setattr(known_bad.importlib.metadata, "version", version)
+    monkeypatch.setattr(importlib.metadata, "version", version)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: capability)
     found = known_bad.known_bad(capability)
     assert len(found) == len(BAD[case])

@@ -82,45 +82,6 @@ function percentText(share) {
   return `${(100 * share).toFixed(share < 0.1 ? 1 : 0)}%`;
 }
 
-// A time as a multiple of BF16's, in words.
-function timeWords(ratio) {
-  const ends = [ratio.low, ratio.high].map((end) => (end < 0.995 ? -1 : end < 1.005 ? 0 : 1));
-  if (!ends[0] && !ends[1]) return "as long as BF16";
-  const how = { "-2": " (faster)", 2: " (slower)" }[ends[0] + ends[1]] || "";
-  return `${rangeText(ratio, ratioText(ratio))} times BF16's time${how}`;
-}
-
-function ratioText({ low }) {
-  return (end) => end.toFixed(low >= 2 ? 1 : 2);
-}
-
-// Both ends of what is known, the smaller one first; one where they are written alike.
-function rangeText({ low, high }, text) {
-  const ends = [low, high].sort((a, b) => a - b).map(text);
-  return [...new Set(ends)].join("-");
-}
-
-// The sum of times at both ends of what is known; what was measured has none.
-function totalOf(times, key) {
-  const sum = (end) => times.reduce((total, one) => total + (one[key + end] ?? one[key]), 0);
-  return { low: sum("_low"), high: sum("_high") };
-}
-
-// Times over BF16's.
-function overBf16(times) {
-  const [own, bf16] = ["microseconds", "bf16_microseconds"].map((key) => totalOf(times, key));
-  return { low: own.low / bf16.low, high: own.high / bf16.high };
-}
-
-function middleOf({ low, high }) {
-  return (low + high) / 2;
-}
-
-function secondsText(seconds) {
-  if (seconds >= 1) return `${seconds.toFixed(2)} s`;
-  return seconds >= 1e-3 ? `${(1e3 * seconds).toFixed(1)} ms` : `${(1e6 * seconds).toFixed(0)} µs`;
-}
-
 // The text that Python's `packed` packed.
 async function unpack(text) {
   const raw = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));

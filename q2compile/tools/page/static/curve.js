@@ -4,11 +4,10 @@
 const CURVE = { width: 300, left: 44, top: 6, floor: 82, height: 96 };
 
 // The picture, and the line with the number. values: a number for each step, null where there is
-// none; or one for all. reference: a line beside the curve, or null. bad: [{step}], where a NaN or
+// none. reference: a line beside the curve, or null. bad: [{step}], where a NaN or
 // Inf came.
-function curve(statistic, steps, given, style, reference, bad) {
+function curve(statistic, steps, values, style, reference, bad) {
   const { width, left, top, floor, height } = CURVE;
-  const values = Array.isArray(given) ? given : steps.map(() => given);
   const known = [...values, reference].filter((value) => value !== null);
   const [least, most] = [Math.min(...known), Math.max(...known)];
   const room = (most - least) * 0.05 || Math.abs(most) * 0.05 || 1;

@@ -43,11 +43,8 @@ function kernelList(row, gemm) {
   return h("ul.kernels", row.kernels[gemm].split(", ").map(item));
 }
 
-function timesText(name, times) {
-  const [own, bf16] = ["microseconds", "bf16_microseconds"].map((key) =>
-    rangeText(totalOf([times], key), microsecondsText),
-  );
-  return h("li", h("b", name), ` ${timeWords(overBf16([times]))}: ${own}, BF16 ${bf16}`);
+function timesText(name, { words, own, bf16 }) {
+  return h("li", h("b", name), ` ${words}: ${own.text}, BF16 ${bf16.text}`);
 }
 
 function sourceText([file, line, code]) {

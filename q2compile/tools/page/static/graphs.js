@@ -54,7 +54,6 @@ class Graphs {
     return h("label", "Graph ", h("select", { onChange }, options));
   }
 
-  // Returns as `show` does, of the first stage.
   setGraph(graph) {
     this.graph = graph;
     const select = this.root.querySelector("select");
@@ -66,26 +65,17 @@ class Graphs {
     this.stages = [...pairs, ...code];
     const button = (stage) => h("button", { onClick: () => this.show(stage) }, stage.label);
     this.tabs.replaceChildren(...this.stages.map(button));
-    return this.show(this.stages[0]);
+    this.show(this.stages[0]);
   }
 
-  text(file) {
-    const place = this.graph.texts[file];
-    return place === undefined ? null : this.data.text(place);
-  }
-
-  // Renders a stage; what is returned is fulfilled when it is done, with whether it is on the page.
-  async show(stage) {
+  show(stage) {
     this.stage = stage;
     for (const button of this.tabs.children)
       button.setAttribute("aria-pressed", String(button.textContent === stage.label));
-    const files = [...stage.files, "nodes.json"];
-    const [first, second, origins] = await Promise.all(files.map((file) => this.text(file)));
-    if (this.stage !== stage) return false; // another was asked for meanwhile
-    if (stage.sides) this.showPair(first || second, second || first, origins);
+    const { texts } = this.graph;
+    const [first, second] = stage.files.map((file) => texts[file]);
+    if (stage.sides) this.showPair(first || second, second || first, texts["nodes.json"]);
     else this.body.replaceChildren(h("pre.code", first));
-    this.body.dataset.stage = stage.label;
-    return true;
   }
 
   showPair(before, after, origins) {
@@ -152,10 +142,10 @@ class Graphs {
   }
 
   // Shows the matmul's node in the rewritten graph.
-  async revealRow(row) {
+  revealRow(row) {
     const graph = this.data.graphs.find(({ number }) => number === row.graph);
     if (!graph) return;
-    if (!(await (this.graph === graph ? this.show(this.stages[0]) : this.setGraph(graph)))) return;
+    this.setGraph(graph);
     const name = row.has_parameter ? null : row.module.slice(1, -1);
     const matches = (node) =>
       name ? node.name === name : node.module === row.module && /linear|matmul|mm/.test(node.text);
@@ -201,10 +191,10 @@ function shortNames(text) {
 
 function passTable(passes) {
   const columns = { Pass: "mono", Matches: "number", Time: "number", Change: "mono" };
-  const rows = passes.map(({ name, graph, matches, seconds, note, details, ops }) => [
+  const rows = passes.map(({ name, graph, matches, time, note, details, ops }) => [
     graph === "joint" ? `${name} (joint graph)` : name,
     matches,
-    secondsText(seconds),
+    time,
     [note, ...(details ?? [])].filter(Boolean).join("; ") || opsText(ops),
   ]);
   const made = table("passes", columns, rows);

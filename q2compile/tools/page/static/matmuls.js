@@ -257,9 +257,9 @@ function tableColumns(data) {
       name: `Time on ${name}, BF16 = 1`,
       title: `Predicted time on ${name} divided by BF16's, for its GEMMs and quantizers only`,
       id: column,
-      value: (row) => (row.ratios[column] ? middleOf(row.ratios[column]) : null),
-      text: (_, row) => rangeText(row.ratios[column], (end) => end.toFixed(2)),
-      more: (row, middle) => ratioAttributes(row.ratios[column], middle),
+      value: (row) => row.predicted[column]?.ratio ?? null,
+      text: (_, row) => row.predicted[column].text,
+      more: (row) => ratioAttributes(row.predicted[column]),
     })),
   ];
 }
@@ -283,8 +283,8 @@ function errorAttributes({ module, error: { high, what, error, gaussian, step } 
   return { class: `number error${high ? " slower" : ""}`, title };
 }
 
-function ratioAttributes(range, middle) {
-  return { class: `number ratio${middle > 1.005 ? " slower" : ""}`, title: timeWords(range) };
+function ratioAttributes({ ratio, words }) {
+  return { class: `number ratio${ratio > 1.005 ? " slower" : ""}`, title: words };
 }
 
 // A module's share, once for several matmuls of it.

@@ -2,7 +2,7 @@
 // Bytes that the forward saves for the backward beside the operands of the quantized matmuls, which
 // the table has.
 
-async function showMemory(data) {
+function showMemory(data) {
   const view = byId("memory-view");
   const { saved, elements } = totals(data.rows);
   const text =
@@ -10,9 +10,9 @@ async function showMemory(data) {
     `${bytesText(2 * elements)}; each matmul's are in the table above. An operand that several ` +
     "matmuls share (x of q, k and v) counts once, for the first.";
   view.append(h("p.about", elements ? text : nothingSaved(data)));
-  for (const { number, saved: place } of data.graphs.filter((graph) => graph.saved !== null)) {
+  for (const { number, saved } of data.graphs.filter((graph) => graph.saved !== null)) {
     const of = data.graphs.length > 1 ? ` of graph ${number}` : "";
-    view.append(allKept(of, JSON.parse(await data.text(place))));
+    view.append(allKept(of, saved));
   }
 }
 

@@ -2,39 +2,20 @@
 // The report's rows as the page uses them, and the tree of modules with equal layers folded.
 
 const GEMMS = { fprop: ["x", "w", "y"], dgrad: ["dy", "w", "dx"], wgrad: ["dy", "x", "dw"] };
-const KNOWN_RECIPES = [
-  "quartet2",
-  "nvfp4",
-  "quartet",
-  "mxfp4",
-  "tetrajet2",
-  "mxfp4_2d",
-  "quartet2_search",
-  "fp8",
-  "quartet2_fp8",
-];
-const SERIES = 9;
+const SERIES = 9; // colors of recipes
 const STATES = ["taken", "left", "not seen", "no weight"];
 // Rows of a layer: of the graph that it is counted by, and of others.
 const PARTS = ["the model", "other shapes", "inference"];
 
-// data: see q2compile/tools/page/document.py. Adds to it: each row's place, recipe, kernels, and
-// `path`, where it stands in the tree; tree, the root of it; and `text`, which unpacks one.
+// data: see q2compile/tools/page/document.py. Adds to it: each row's place, recipe, and `path`,
+// where it stands in the tree; and tree, the root of it.
 function loadModel(data) {
-  let others = KNOWN_RECIPES.length;
   data.recipes.forEach((recipe, place) => {
-    const known = KNOWN_RECIPES.indexOf(recipe.name);
-    const series = known < 0 ? others++ : known;
-    Object.assign(recipe, { place, tint: `var(--series-${series % SERIES})` });
+    Object.assign(recipe, { place, tint: `var(--series-${place % SERIES})` });
   });
   data.rows.forEach((row, place) => {
-    const run = row.kernels === null ? { kernels: {}, calls: {} } : data.kernels[row.kernels];
     const recipe = row.recipe === null ? null : data.recipes[row.recipe];
-    const ratios = Object.entries(row.predicted).map(([device, times]) => [
-      device,
-      overBf16([times]),
-    ]);
-    Object.assign(row, run, {
+    Object.assign(row, {
       place,
       recipe,
       state: stateOf(row),
@@ -42,15 +23,9 @@ function loadModel(data) {
       reason: row.why.split(/; |: no compiled graph/)[0],
       path: pathOf(row),
       part: PARTS[row.counts ? 0 : row.training ? 1 : 2],
-      ratios: Object.fromEntries(ratios),
     });
   });
   data.tree = foldRows(data.rows);
-  const unpacked = new Map();
-  data.text = (place) => {
-    if (!unpacked.has(place)) unpacked.set(place, unpack(data.texts[place]));
-    return unpacked.get(place);
-  };
   return data;
 }
 

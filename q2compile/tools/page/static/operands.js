@@ -171,7 +171,8 @@ class Operands {
       const attributes = { style: tint(of.name), "aria-pressed": String(of === row) };
       return h("button", { ...attributes, onClick: () => this.open(module, of.name) }, of.words);
     };
-    const statistics = this.telemetry.statistics.filter((one) => row.curves[one] !== null);
+    const known = (statistic) => row.curves[statistic].some((value) => value !== null);
+    const statistics = this.telemetry.statistics.filter(known);
     this.detail.replaceChildren(
       h("header", h("h3.mono", module), h("button", { onClick: close }, "Close")),
       h("div.operand-choice", operands.map(choose)),

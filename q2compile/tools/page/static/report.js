@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The report page: its parts, and the links between them.
 
-function startReport() {
-  const data = loadModel(JSON.parse(byId("data").textContent));
+async function startReport() {
+  const data = loadModel(JSON.parse(await unpack(byId("data").textContent)));
   const links = {
     module: (path) => tree.reveal(path),
     node: (row) => graphs.revealRow(row),

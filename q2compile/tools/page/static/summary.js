@@ -106,51 +106,30 @@ function bar(name, value, largest, text, tint = "var(--plain)") {
 }
 
 // Predicted, for each GPU, and measured, where it was.
-function timeTiles(data) {
-  const counted = data.rows.filter((row) => row.counts);
-  const predicted = data.devices.map(({ column, name }) => [
-    name,
-    counted.filter((row) => row.taken && row.predicted[column]).map((row) => row.predicted[column]),
-  ]);
-  const times = counted.map((row) => row.measured).filter(({ device }) => device);
-  const measured = [...Map.groupBy(times, ({ device }) => device)];
+function timeTiles({ times, assumptions }) {
   const part =
     "for the quantized GEMMs and their quantizers, not for a whole step" +
-    (measured.length ? "" : "; q2compile report --measure times them on this machine");
-  const stands = h("details", h("summary", "assumptions"), h("p.muted", data.assumptions));
+    (times.measured ? "" : "; q2compile report --measure times them on this machine");
+  const stands = h("details", h("summary", "assumptions"), h("p.muted", assumptions));
   const alone = h("p.muted", "each matmul by itself, forward and backward");
   return [
-    timeTile("Predicted time", predicted, h("p.muted", part), stands),
-    timeTile("Measured time", measured, alone),
+    timeTile("Predicted time", times.predicted, h("p.muted", part), stands),
+    timeTile("Measured time", times.measured, alone),
   ];
 }
 
-// devices: [name, times]; null if none has times.
-function timeTile(title, devices, ...notes) {
-  const known = devices.filter(([, times]) => times.length);
-  if (!known.length) return null;
-  const all = { low: Infinity, high: 0 };
-  const bars = known.map(([name, times]) => {
-    const [own, bf16] = ["microseconds", "bf16_microseconds"].map((key) => totalOf(times, key));
-    const ratio = overBf16(times);
-    const largest = Math.max(middleOf(own), middleOf(bf16));
-    const tint = middleOf(ratio) > 1 ? "var(--series-3)" : "var(--series-0)";
-    const text = (range) => () => rangeText(range, microsecondsText);
-    Object.assign(all, {
-      low: Math.min(all.low, ratio.low, ratio.high),
-      high: Math.max(all.high, ratio.low, ratio.high),
-    });
+function timeTile(title, times, ...notes) {
+  if (!times) return null;
+  const bars = times.devices.map(({ name, ratio, words, own, bf16 }) => {
+    const largest = Math.max(own.value, bf16.value);
+    const tint = ratio > 1 ? "var(--series-3)" : "var(--series-0)";
     return [
-      h("p.device", h("b", name), ` ${timeWords(ratio)}`),
-      bar("here", middleOf(own), largest, text(own), tint),
-      bar("BF16", middleOf(bf16), largest, text(bf16)),
+      h("p.device", h("b", name), ` ${words}`),
+      bar("here", own.value, largest, () => own.text, tint),
+      bar("BF16", bf16.value, largest, () => bf16.text),
     ];
   });
-  return tile(title, `${rangeText(all, ratioText(all))} times BF16's`, bars, notes);
-}
-
-function microsecondsText(microseconds) {
-  return secondsText(microseconds / 1e6);
+  return tile(title, `${times.text} times BF16's`, bars, notes);
 }
 
 function recipeCard(recipe, data, filterBy) {

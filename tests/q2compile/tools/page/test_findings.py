@@ -131,20 +131,17 @@ def test_what_is_predicted_slower():
     texts, policy = found(rows(slower=("q",)), telemetry(0.1))
     assert texts[0] == "On a B200, q is predicted to take 1.50 times as long as in BF16."
     assert policy == {"*.q": "bf16"}
-    texts, _ = found(rows(slower=("q",), ratio=1.0051), telemetry(0.1))
-    assert "1.01 times" in texts[0]
-    texts, _ = found(rows(slower=("q",), ratio=1.0049), telemetry(0.1))
+    texts, _ = found(rows(slower=("q",), ratio=1.051), telemetry(0.1))
+    assert "1.05 times" in texts[0]
+    texts, _ = found(rows(slower=("q",), ratio=1.049), telemetry(0.1))
     assert not any("predicted" in text for text in texts)
 
 
 def test_of_a_small_model_one_sentence_and_no_policy():
     small = ("q", "down", "lm_head")
-    said = (
-        "These layers are too small to gain from FP4, but fine for studying the loss: on a B200 "
-        "the quantized matmuls are predicted to take 1.50 times as long as in BF16"
-    )
+    said = "On a B200 the quantized matmuls are predicted to take 1.50 times as long as in BF16"
     texts, policy = found(rows(slower=small, gpu_microseconds=9, host_microseconds=8), telemetry())
-    assert texts[0] == f"{said}." and policy == {}
+    assert texts[0].startswith(f"{said}, because the layers are too small") and policy == {}
     texts, policy = found(rows(slower=small, gpu_microseconds=8, host_microseconds=9), telemetry())
     assert texts[0].startswith(f"{said}, because the GPU waits for the host") and policy == {}
     assert '{"mode": "reduce-overhead"}' in texts[0]

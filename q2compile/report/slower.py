@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matmuls that are predicted to be slower than in BF16: which are, why, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from q2compile.cost_model.devices import Device
+from q2compile.cost_model.ranges import over_bf16
+
+Times = Sequence[Mapping[str, float]]
+_SLOWER = 1.05  # times BF16: less is within the error of the predictions
+
+
+def is_slower(times: Times) -> bool:
+    """times: what rows of a report predict for one device."""
+    return over_bf16(times).middle > _SLOWER
+
+
+def slower_text(times: Times, device: Device, *, in_fp4: bool) -> str:
+    """A sentence about slower matmuls, after "on a B200". in_fp4: any of them is."""
+    host, gpu = (
+        sum(of.get(f"{where}_microseconds", 0.0) for of in times) for where in ("host", "gpu")
+    )
+    if host > gpu:
+        why = "the GPU waits for the host to launch their kernels"
+        instead = 'torch.compile with options={"mode": "reduce-overhead"} makes launches cheap'
+    elif device.emulates and in_fp4:
+        why = "it has no FP4 tensor cores"
+        instead = 'options={"recipe": "fp8"} is faster than BF16 there, this one is for studies'
+    else:
+        why = "the layers are too small to gain, which is fine for studying the loss"
+        instead = 'options={"policy": {"*": "auto"}} leaves in BF16 what is slower'
+    return (
+        f"the quantized matmuls are predicted to take {over_bf16(times).text()} times as long as "
+        f"in BF16, because {why}; {instead}"
+    )
