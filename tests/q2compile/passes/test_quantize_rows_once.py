@@ -169,13 +169,12 @@ def test_bits_of_other_recipes(gather, recipe, tmp_path) -> None:
     assert matches(tmp_path)["joint"]["matches"] == (recipe != "mxfp4")
 
 
-@pytest.mark.parametrize("recipe", ["quartet2", "fp8"])
-def test_bits_of_inductors_code(recipe) -> None:
+def test_bits_of_inductors_code() -> None:
     """Sentinels need a row more than the tokens, here of as many as a symbol says. Constant sizes
     are compiled by Inductor in test_gather_scattered.py."""
-    ours = step(sentinels, dynamic=True, inductor=ONE_THREAD, recipe=recipe)
+    ours = step(sentinels, dynamic=True, inductor=ONE_THREAD)
     off = {"disable_passes": ["quantize_rows_once"]}
-    plain = step(sentinels, dynamic=True, inductor=ONE_THREAD, recipe=recipe, **off)
+    plain = step(sentinels, dynamic=True, inductor=ONE_THREAD, **off)
     assert all(map(equal, ours, plain))
 
 
