@@ -95,8 +95,9 @@ def test_a_busy_machine_has_more_time(monkeypatch, folder, busy, end) -> None:
 
 def test_a_hang_ends_on_a_busy_machine_too(monkeypatch, folder) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (1e6, 0.0, 0.0))
+    monkeypatch.setattr(check_child, "SECONDS", 0.4)
     found, _ = refused("hang", folder)
-    assert found == "rejected: its self-check did not end within 5 s, twice"
+    assert found == "rejected: its self-check did not end within 2 s, twice"
 
 
 def test_a_result_that_is_found_meanwhile_leaves_no_answer_unread(monkeypatch, folder, caplog):
@@ -146,7 +147,7 @@ def test_training_goes_on_with_the_right_numbers(candidate, folder, how) -> None
     assert runs(folder) == [how] * RUNS.get(how, 1) and calls == []
 
 
-@pytest.mark.parametrize("how", ["trap", "illegal", "hang"])
+@pytest.mark.parametrize("how", ["trap", "illegal"])
 def test_the_kernel_inside_of_a_check_is_the_one(folder, how) -> None:
     """A GEMM's check runs dequantize. If that one fails, the GEMM is checked again."""
     assert checks.rejection(request(f"inside {how}", folder)) is None
