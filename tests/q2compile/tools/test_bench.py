@@ -40,12 +40,29 @@ def in_process(monkeypatch):
     monkeypatch.setattr(command, "run_group", run)
 
 
+@pytest.fixture
+def models_in_eager(monkeypatch):
+    """Models run without Inductor, which would compile 20 graphs; functions are compiled by it."""
+    by_torch = torch.compile
+
+    def compile(model, backend="inductor", options=None, **kwargs):
+        if isinstance(model, torch.nn.Module) and backend == "inductor":
+            backend = "aot_eager"
+        elif isinstance(model, torch.nn.Module):
+            options = {**(options or {}), "inner": "eager"}
+        return by_torch(model, backend=backend, options=options, **kwargs)
+
+    monkeypatch.setattr(torch, "compile", compile)
+
+
 def rows_of(path) -> list[dict]:
     return [line for line in read(path) if line["kind"] == "row"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would measure the GPU")
-def test_a_run_on_a_cpu(tmp_path, capsys, monkeypatch, fresh_compiler, in_process) -> None:
+def test_a_run_on_a_cpu(
+    tmp_path, capsys, monkeypatch, fresh_compiler, in_process, models_in_eager
+) -> None:
     """One recipe beside bf16: the others take the same way, and seconds of compilation each."""
     recipes = {name: RECIPES[name] for name in ("bf16", "quartet2")}
     monkeypatch.setattr(measurements, "RECIPES", recipes)
