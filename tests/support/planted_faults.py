@@ -288,6 +288,13 @@ FAULTS = (
         "q2compile/recipes",
     ),
     fault(
+        "a recipe is in none of the lists that name all",
+        "q2compile/recipes/published.py",
+        '            "quartet2_search",\n',
+        '            "quartet2_best",\n',
+        "q2compile/recipes/test_recipes.py",
+    ),
+    fault(
         "a recipe may rotate one operand alone",
         "q2compile/recipes/resolve.py",
         "if gemm.a.transform != gemm.b.transform:",

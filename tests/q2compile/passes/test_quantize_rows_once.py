@@ -130,8 +130,7 @@ def matches(folder: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("gather", "scale"),
-    [(g, "pow2") for g in COVERING + OTHERS]
-    + [(g, "exact") for g in (converted, sentinels)],
+    [(g, "pow2") for g in COVERING + OTHERS] + [(g, "exact") for g in (converted, sentinels)],
     ids=lambda p: getattr(p, "__name__", p),
 )
 def test_bits(gather, scale, tmp_path) -> None:
