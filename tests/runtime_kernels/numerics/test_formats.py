@@ -84,8 +84,7 @@ def test_stochastic_rounding_leaves_grid_points_alone():
 def test_e2m1_stochastic_is_unbiased_over_all_its_random_bits():
     """The mean is x, within 2^-23 of a step, since a fraction has 22 bits. From 1 on an fp32 has no
     more bits, and the mean is exactly x."""
-    below_one = [2.0**-24, 0.3, 0.49999997, 0.5 + 2.0**-22, 0.9999999]
-    for x in torch.tensor([*below_one, 1.2, 1.9999999, 2.7, 3.1, 5.3, 5.99]):
+    for x in torch.tensor([2.0**-24, 0.49999997, 0.5 + 2.0**-22, 0.9999999, 1.9999999, 3.1, 5.99]):
         below, above = neighbors(x, E2M1)
         for sign in (1, -1):
             rounded = formats.stochastic_e2m1(sign * x.expand(2**22), torch.arange(2**22)).double()
