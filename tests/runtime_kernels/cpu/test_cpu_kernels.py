@@ -146,7 +146,8 @@ def test_forms() -> None:
 
 
 def test_dbias() -> None:
-    """Sums do not depend on the scheme, so each has one of nine shapes and pairs of dtypes."""
+    """Beside the codes. Sums do not depend on the scheme, so each has one of nine shapes and pairs
+    of dtypes; their order is compared in tests/runtime_kernels/cuda/test_dbias.py."""
     sums = list(product(zip(((1, 5), (300, 40), (2500, 20)), DTYPES, strict=True), DTYPES))
     for index, scheme in enumerate(FLAT):
         (shape, out), dtype = sums[index % len(sums)]
