@@ -61,6 +61,7 @@ def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = ["--recipes", "bf16,quartet2", "--size", "tiny"]
     command += ["--steps", str(STEPS), "--batch", "4", "--seq", "64", "--vocab", "256"]
     command += ["--eval-every", "15", "--eval-batches", "2", "--device", "cpu"]
+    command += ["--compile-options", '{"inner": "eager"}']
     done = forked.run_file(TRAIN, *command, "--data", str(corpus), "--out", str(out))
     assert done.returncode == 0, done.stderr[-4000:]
     (out / "stdout.txt").write_text(done.stdout)

@@ -22,7 +22,7 @@ from q2compile.errors import BackendError
 from q2compile.recipes.published import RECIPES
 from q2compile.torch_internals.aot_autograd import aot_eager_compile
 
-CASES = int(os.environ.get("Q2COMPILE_FUZZ", "15"))
+CASES = int(os.environ.get("Q2COMPILE_FUZZ", "10"))
 FUZZ = settings(max_examples=CASES, suppress_health_check=list(HealthCheck))
 FUZZ_INDUCTOR = settings(max_examples=max(2, CASES // 20), suppress_health_check=list(HealthCheck))
 

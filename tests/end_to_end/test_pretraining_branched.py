@@ -198,13 +198,9 @@ def test_a_page_of_runs_without_bf16_has_no_curves_over_it(branched: Path, tmp_p
     assert not list(tmp_path.glob("gaps-*.png"))
 
 
-# Arms of the plan that train here: another recipe, and linear layers with a state of their own or
-# with one that is measured first. test_pretraining_linears.py has each class of linear layer.
-ARMS = {
-    "mxfp4_2d-signs-per-step",
-    "quartet2-search-error-feedback",
-    "quartet2-search-fixed-balance",
-}
+# Arms of the plan that train here: another recipe, and linear layers with a state that is measured
+# first. test_pretraining_linears.py has each class of linear layer.
+ARMS = {"mxfp4_2d-signs-per-step", "quartet2-search-fixed-balance"}
 
 
 def asked(folders: tuple[str, ...] = ()) -> list[plan.Job]:

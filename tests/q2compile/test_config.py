@@ -34,9 +34,8 @@ def test_only_options_are_public():
     assert list(signature(Config).parameters) == options
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
+def test_what_is_wrong_is_said():
+    for options, said in [
         ({"recipes": "quartet2"}, "unknown option 'recipes'; did you mean 'recipe'?"),
         ({"recipe": "quartett"}, "unknown recipe 'quartett'; did you mean 'quartet'?"),
         ({"policy": {"*": "bf17"}}, "unknown recipe 'bf17'; did you mean 'bf16'?"),
@@ -57,12 +56,10 @@ def test_only_options_are_public():
         ({"inner": "eager", "mode": "max-autotune"}, "inner='eager' runs without Inductor"),
         ({"inner": "eager", "fuse_rotations": True}, "needs Inductor's lowerings"),
         ({"inductor": {"post_grad_custom_pre_pass": None}}, "holds q2compile's passes"),
-    ],
-)
-def test_what_is_wrong_is_said(options, said):
-    with pytest.raises(ValueError) as error:
-        Config.from_options(options)
-    assert said in str(error.value)
+    ]:
+        with pytest.raises(ValueError) as error:
+            Config.from_options(options)
+        assert said in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from q2compile.passes import pass_names
 from q2compile.recipes.published import RECIPES
 from q2compile.recipes.recipe import GEMMS
 
-CASES = int(os.environ.get("Q2COMPILE_FUZZ", "25"))
+CASES = int(os.environ.get("Q2COMPILE_FUZZ", "10"))
 FUZZ = settings(max_examples=20 * CASES, suppress_health_check=list(HealthCheck))
 FUZZ_COMPILED = settings(max_examples=CASES, suppress_health_check=list(HealthCheck))
 

@@ -172,7 +172,6 @@ CASES = {
     "linear bf16": Case(lambda: (_mlp().bfloat16(), [torch.randn(ROWS).bfloat16()])),
     "inference": Case(LINEAR, trains=False),
     "freezing": Case(LINEAR, trains=False, inductor={"freezing": True}),
-    "cpp_wrapper": Case(LINEAR, trains=False, inductor={"cpp_wrapper": True}),
     "max_autotune": Case(LINEAR, trains=False, inductor={"max_autotune": True}),
     "settings of a training": Case(
         LINEAR,
@@ -252,7 +251,6 @@ def graphs() -> dict[str, Case]:
 
 
 TRAINED: tuple[dict[str, Any], ...] = (
-    {"recipe": "bf16"},
     {"recipe": "quartet2", "fuse_rotations": True},
     {"recipe": "nvfp4", "cache_weights": True, "inductor": {"nan_asserts": True}},
 )

@@ -379,7 +379,6 @@ SCENARIOS: dict[str, Callable[[Attach], Run]] = {
     "fp32_columns": simple(
         4, policy=None, options=EXACT, shard_placement_fn=lambda p: Shard(min(p.ndim - 1, 1))
     ),
-    "whole_blocks": simple(4, whole=True),
     "offloaded": simple(4, offload_policy=CPUOffloadPolicy(pin_memory=False)),
     "roots": simple(roots=True, policy=None),
     "not_compiled": simple(4, compiled=False),
@@ -408,7 +407,6 @@ ON_FOUR: dict[str, Callable[[Attach], Run]] = {
     "hsdp": simple(4, mesh=(2, 2)),
     "to_two": simple(1, reshard_after_forward=2),
     "uneven_four": simple(inner=90),
-    "square_four": simple(recipe="nvfp4", inner=192),
     "two_dimensional": two_dimensional,
     "expert_parallel": experts("nvfp4", parallel=True),
 }
@@ -419,7 +417,7 @@ ALONE = (
     "hidden",
 )  # compared with no run, or with one that others have
 SAME = {
-    **dict.fromkeys(("whole_blocks", "offloaded", "attached_late", "not_compilable"), "quartet2"),
+    **dict.fromkeys(("offloaded", "attached_late", "not_compilable"), "quartet2"),
     "after_an_equal_model": "quartet2",
     **dict.fromkeys(("uneven_checkpointed", "uneven_kept"), "uneven"),
 }

@@ -24,12 +24,12 @@ from expert_parallel import EXPERTS, INNER, WIDTH
 from training import HIDDEN, LAYERS, VOCAB
 
 Found = list[dict[str, Any]]  # of each rank: scenario -> Run
-FORMS = ["quartet2", "recipes", "whole_blocks", "uneven_checkpointed", "uneven_kept", "changed"]
+FORMS = ["quartet2", "recipes", "uneven_checkpointed", "uneven_kept", "changed"]
 FORMS += ["attached_late", "evaluated", "fp32_columns", "not_compiled", "bare", "experts_rows"]
 FORMS += ["offloaded", "not_compilable", "read_by_others", "absorbed", "hooked"]
 FORMS += ["hooked_inside", "after_an_equal_model"]
 IN_GRAPH = ["in_graph", "in_graph_experts"]
-FOUR = ["square_four", "hsdp", "two_dimensional", "expert_parallel"]
+FOUR = ["hsdp", "two_dimensional", "expert_parallel"]
 FAULTS = ["fault_policy", "fault_model"]
 PAIR = LAYERS * 2 * HIDDEN * 128  # elements of the weights in blocks
 # Bytes for each element: a code, a block's scale, and QuEST's mask.
@@ -131,14 +131,6 @@ def test_a_killed_run_goes_on(two: Found, afterwards: Found) -> None:
         assert rest.bytes[-1] == plain["quartet2"].bytes[-1]
 
 
-def test_all_of_a_compiled_model(two: Found) -> None:
-    """Where blocks are sharded one by one, their hooks break the graph in a loop, and Dynamo skips
-    the head, as without gather_codes."""
-    blocks = two[0]["whole_blocks"]
-    assert blocks.bytes == two[0]["quartet2"].bytes[: len(blocks.bytes)]
-    assert blocks.why["head"].startswith("not seen: no compiled graph")
-
-
 def test_reasons(two: Found, four: Found) -> None:
     square, changed = two[0]["evaluated"].why, two[0]["changed"].why
     values = "gathers values: a rank has 40 of its rows, and a block spans 16"
@@ -172,8 +164,6 @@ def test_bytes_of_columns_and_of_tensor_parallel_parts(two: Found, four: Found) 
     assert run.bytes[0] - run.bytes[-1] == (2 - BYTES["quartet2"]) * elements
     run = four[0]["hsdp"]
     assert run.bytes[0] - run.bytes[-1] == (2 - BYTES["quartet2"]) * PAIR
-    run = four[0]["square_four"]  # a quarter of the weights, 192 wide, on each rank
-    assert run.bytes[0] - run.bytes[-1] == (2 - BYTES["nvfp4"]) * PAIR * 192 // 128 // 2
 
 
 def test_codes_are_gathered_again_after_a_change(two: Found) -> None:

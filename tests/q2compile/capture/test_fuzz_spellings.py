@@ -121,24 +121,24 @@ def check(graph, node, runs):
     return rows
 
 
-@pytest.mark.parametrize("name", TARGETS)
-def test_every_spelling_with_any_operands(name):
-    target, arguments = TARGETS[name]
-    draw, ran = random.Random(name), 0
-    least = 2 if getattr(target, "__module__", "") == "_operator" else isinstance(target, str)
-    for _ in range(40):
-        graph, ndim = Graph(), draw.choice([1, 2, 2, 3])
-        count = len(arguments) if draw.random() < 0.6 and arguments else draw.randint(0, 4)
-        operands = [operand(graph, draw, ndim) for _ in range(max(count, least))]
-        if least and not isinstance(operands[0], fx.Node):
-            operands[0] = graph.activation(2, 32, 32)  # a method is one of a tensor
-        positional = max(least, draw.choice([len(operands), draw.randint(0, len(operands))]))
-        keys = [*arguments[positional:], "input", "other", "weight", "mat2", "out_dtype"]
-        kwargs = dict(zip(keys, operands[positional:], strict=False))
-        node, runs = graph.call(target, tuple(operands[:positional]), kwargs)
-        check(graph, node, runs)
-        ran += runs
-    assert ran >= (8 if spellings._SPELLINGS[target][0] in ("linear", "matmul") else 0)
+def test_every_spelling_with_any_operands():
+    for name in TARGETS:
+        target, arguments = TARGETS[name]
+        draw, ran = random.Random(name), 0
+        least = 2 if getattr(target, "__module__", "") == "_operator" else isinstance(target, str)
+        for _ in range(40):
+            graph, ndim = Graph(), draw.choice([1, 2, 2, 3])
+            count = len(arguments) if draw.random() < 0.6 and arguments else draw.randint(0, 4)
+            operands = [operand(graph, draw, ndim) for _ in range(max(count, least))]
+            if least and not isinstance(operands[0], fx.Node):
+                operands[0] = graph.activation(2, 32, 32)  # a method is one of a tensor
+            positional = max(least, draw.choice([len(operands), draw.randint(0, len(operands))]))
+            keys = [*arguments[positional:], "input", "other", "weight", "mat2", "out_dtype"]
+            kwargs = dict(zip(keys, operands[positional:], strict=False))
+            node, runs = graph.call(target, tuple(operands[:positional]), kwargs)
+            check(graph, node, runs)
+            ran += runs
+        assert ran >= (8 if spellings._SPELLINGS[target][0] in ("linear", "matmul") else 0)
 
 
 def equation(draw):

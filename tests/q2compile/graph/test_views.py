@@ -6,7 +6,6 @@ import operator
 import re
 from pathlib import Path
 
-import pytest
 import torch
 from torch import fx
 
@@ -30,9 +29,8 @@ from tests.support.tracked import parsed, tracked
 aten, prims = torch.ops.aten, torch.ops.prims
 
 
-@pytest.mark.parametrize(
-    "kind, targets",
-    [
+def test_an_op_is_of_one_kind_in_every_graph() -> None:
+    for kind, targets in [
         (RESHAPE, ("view", torch.reshape, aten.view.default, aten._unsafe_view.default)),
         (PERMUTE, ("permute", torch.t, aten.t.default, aten.transpose.int, "mT")),
         (UNIT, ("squeeze", torch.unsqueeze, aten.squeeze.dim, aten.squeeze.dims)),
@@ -43,15 +41,13 @@ aten, prims = torch.ops.aten, torch.ops.prims
         (SPLIT, (torch.split, torch.Tensor.split, aten.split.Tensor)),
         (ITEM, (operator.getitem,)),
         (0, (torch.relu, aten.mm.default, torch.ops.q2.transpose.default, "sum", torch.cat)),
-    ],
-)
-def test_an_op_is_of_one_kind_in_every_graph(kind, targets) -> None:
-    for target in targets:
-        graph = fx.Graph()
-        x = graph.placeholder("x")
-        call = graph.call_method if isinstance(target, str) else graph.call_function
-        assert kind_of(call(target, (x,))) == kind, target
-    assert kind_of(x) == 0
+    ]:
+        for target in targets:
+            graph = fx.Graph()
+            x = graph.placeholder("x")
+            call = graph.call_method if isinstance(target, str) else graph.call_function
+            assert kind_of(call(target, (x,))) == kind, target
+        assert kind_of(x) == 0
 
 
 def test_attributes_are_kinds_too() -> None:
@@ -83,9 +79,8 @@ def test_behind_views_of_these_kinds() -> None:
     assert behind(y) is cast and behind(y, RESHAPE | PERMUTE | CAST) is x and behind(y, CAST) is y
 
 
-@pytest.mark.parametrize(
-    "target, dims, sizes, swaps",
-    [
+def test_transposes() -> None:
+    for target, dims, sizes, swaps in [
         ("t", (), (2, 3), True),
         ("T", (), (2, 3), True),
         ("T", (), (2, 3, 4), False),  # torch's T reverses all dimensions
@@ -98,17 +93,15 @@ def test_behind_views_of_these_kinds() -> None:
         ("permute", ((1, 0),), (2, 3), True),
         ("permute", (1, 0, 2), (2, 3, 4), False),
         ("view", (2, 3), (2, 3), False),
-    ],
-)
-def test_transposes(target, dims, sizes, swaps) -> None:
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    if target in ("T", "mT"):
-        node = graph.call_function(getattr, (x, target))
-    else:
-        node = graph.call_method(target, (x, *dims))
-    node.meta["example_value"] = torch.empty(sizes)
-    assert transposes(node) is swaps
+    ]:
+        graph = fx.Graph()
+        x = graph.placeholder("x")
+        if target in ("T", "mT"):
+            node = graph.call_function(getattr, (x, target))
+        else:
+            node = graph.call_method(target, (x, *dims))
+        node.meta["example_value"] = torch.empty(sizes)
+        assert transposes(node) is swaps
 
 
 def test_no_other_file_lists_views_and_casts() -> None:

@@ -2,6 +2,7 @@
 """Properties of a linear layer under each recipe: scaling, bias, the effect of a permutation."""
 
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -26,17 +27,16 @@ def run(recipe: str, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, global_
     return y.detach(), *torch.autograd.grad(y, leaves, dy)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("global_scale", ["pow2", "exact"])
-def test_powers_of_two_go_through_exactly(recipe, global_scale):
+def test_powers_of_two_go_through_exactly():
     """Gradients of 2^-40 are as good as any: no scale has a floor, no sum an epsilon."""
-    x, w, dy = torch.randn(40, 96), torch.randn(48, 96), torch.randn(40, 48)
-    y, dx, dw = run(recipe, x, w, dy, global_scale)
-    a, b, c = 2.0**7, 2.0**-5, 2.0**-40
-    y2, dx2, dw2 = run(recipe, x * a, w * b, dy * c, global_scale)
-    assert torch.equal(y2, y * a * b)
-    assert torch.equal(dx2, dx * b * c)
-    assert torch.equal(dw2, dw * a * c)
+    for recipe, global_scale in product(RECIPES, ["pow2", "exact"]):
+        x, w, dy = torch.randn(40, 96), torch.randn(48, 96), torch.randn(40, 48)
+        y, dx, dw = run(recipe, x, w, dy, global_scale)
+        a, b, c = 2.0**7, 2.0**-5, 2.0**-40
+        y2, dx2, dw2 = run(recipe, x * a, w * b, dy * c, global_scale)
+        assert torch.equal(y2, y * a * b)
+        assert torch.equal(dx2, dx * b * c)
+        assert torch.equal(dw2, dw * a * c)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -52,17 +52,16 @@ def test_permuting_tokens_inside_a_block_changes_dw_alone(recipe):
     torch.testing.assert_close(dw2, dw, rtol=0, atol=0.5 * dw.abs().max().item())
 
 
-@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_poison_in_the_gradient_reaches_both_gradients(recipe, poison):
+def test_poison_in_the_gradient_reaches_both_gradients():
     """Trap 5: a loss scaler looks at dx and dw."""
-    x, w, dy = torch.randn(40, 96), torch.randn(48, 96), torch.randn(40, 48)
-    dy[3, 7] = poison
-    _, dx, dw = run(recipe, x, w, dy)
-    others = torch.arange(40) != 3
-    assert not dx[3].isfinite().any() and dx[others].isfinite().all()
-    others = torch.arange(48) != 7
-    assert not dw[7].isfinite().any() and dw[others].isfinite().all()
+    for recipe, poison in product(RECIPES, [torch.nan, torch.inf]):
+        x, w, dy = torch.randn(40, 96), torch.randn(48, 96), torch.randn(40, 48)
+        dy[3, 7] = poison
+        _, dx, dw = run(recipe, x, w, dy)
+        others = torch.arange(40) != 3
+        assert not dx[3].isfinite().any() and dx[others].isfinite().all()
+        others = torch.arange(48) != 7
+        assert not dw[7].isfinite().any() and dw[others].isfinite().all()
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

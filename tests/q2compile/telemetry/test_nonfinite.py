@@ -87,7 +87,7 @@ def test_found_where_it_appeared(where, number, tmp_path):
     assert event["step"] == 3
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4", "quartet", "mxfp4", "mxfp4_2d", "tetrajet2"])
+@pytest.mark.parametrize("recipe", ["nvfp4", "quartet", "mxfp4"])
 def test_whatever_the_recipe(recipe, tmp_path):
     """A weight; mxfp4 multiplies it in bf16, and quantizes it for dgrad."""
     model = new_model(blocks=1)

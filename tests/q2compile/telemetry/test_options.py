@@ -10,9 +10,8 @@ from q2compile.config import CONFIG_FILE_VARIABLE, telemetry_options
 from q2compile.telemetry.options import TelemetryOptions
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
+def test_refused_by_name():
+    for given, said in [
         (3, r"telemetry: got 3; allowed: a mapping such as"),
         (True, r"telemetry: got True; allowed: a mapping"),
         ({"everyy": 3}, r"unknown key of telemetry 'everyy'; did you mean 'every'\?"),
@@ -28,11 +27,9 @@ from q2compile.telemetry.options import TelemetryOptions
         ({"to": "a\0b"}, r"telemetry: to: got 'a.x00b'; allowed: a folder's path"),
         ({"csv": 1}, r"telemetry: csv: got 1; allowed: True, False"),
         ({"tensorboard": "yes"}, r"telemetry: tensorboard: got 'yes'"),
-    ],
-)
-def test_refused_by_name(given, said):
-    with pytest.raises(ValueError, match=said):
-        Config(telemetry=given)
+    ]:
+        with pytest.raises(ValueError, match=said):
+            Config(telemetry=given)
 
 
 def test_taken():

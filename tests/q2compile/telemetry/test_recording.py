@@ -313,11 +313,11 @@ def test_beside_compiled_autograd(tmp_path):
     assert operands(records(tmp_path), 0) == operands(records(tmp_path), 2) == wanted
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_under_another_default_dtype(dtype, tmp_path):
+def test_under_another_default_dtype(tmp_path):
     """The default dtype is that of a program's new tensors, and none of the recorder's."""
-    plain, own = tmp_path / "float32", tmp_path / "other"
-    for folder, default in ((plain, torch.float32), (own, dtype)):
+    plain, *others = places = [tmp_path / name for name in ("float32", "bfloat16", "float64")]
+    defaults = (torch.float32, torch.bfloat16, torch.float64)
+    for folder, default in zip(places, defaults, strict=True):
         torch.set_default_dtype(default)
         try:
             model = new_model(blocks=1, dtype=torch.float32)
@@ -329,9 +329,9 @@ def test_under_another_default_dtype(dtype, tmp_path):
             torch.set_default_dtype(torch.float32)
         torch._dynamo.reset()
         clock.restart()
-    found = records(own)
-    assert operands(found, 1) == all_operands(names(1))
-    assert [r["format"] for r in found] == [r["format"] for r in records(plain)]
+    for found in map(records, others):
+        assert operands(found, 1) == all_operands(names(1))
+        assert [r["format"] for r in found] == [r["format"] for r in records(plain)]
 
 
 def test_a_layout_can_stand_in_a_string_of_cpp():

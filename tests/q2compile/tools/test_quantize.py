@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public quantizers, and the ops that have no scheme of their own."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -19,14 +21,15 @@ def op_args(q: QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     return q.codes, q.scales, q.global_scale
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_leading_dimensions_are_rows(scheme):
-    x = torch.randn(2, 3, 5, 64)
-    q = quantize(x, scheme, seed=1)
-    assert isinstance(q, q2compile.QuantizedTensor)
-    assert q.codes.shape == (30, 64 // SCHEMES[scheme].packed) and q.dequantize().shape == x.shape
-    flat = quantize(x.view(30, 64), scheme, seed=1)
-    assert torch.equal(q.dequantize().view(30, 64), flat.dequantize())
+def test_leading_dimensions_are_rows():
+    for scheme in SCHEMES:
+        x = torch.randn(2, 3, 5, 64)
+        q = quantize(x, scheme, seed=1)
+        assert isinstance(q, q2compile.QuantizedTensor)
+        assert q.codes.shape == (30, 64 // SCHEMES[scheme].packed)
+        assert q.dequantize().shape == x.shape
+        flat = quantize(x.view(30, 64), scheme, seed=1)
+        assert torch.equal(q.dequantize().view(30, 64), flat.dequantize())
 
 
 def test_a_vector_is_one_row():
@@ -128,46 +131,45 @@ def test_1x16_may_not_be_reused_transposed():
         q2.transpose(q.codes, q.scales, "nvfp4", 32)
 
 
-@pytest.mark.parametrize("source", ["nvfp4_46_pow2", "nvfp4_46", "nvfp4_16x16", "mxfp4_quest"])
-@pytest.mark.parametrize(
-    ("scheme", "transform"),
-    [("nvfp4_ms_eden_pow2", "rht128"), ("nvfp4_sr", "rht16"), ("mxfp4_rtn34", "rht32")],
-)
-def test_requantize_is_dequantize_then_rht_quantize(source, scheme, transform):
+def test_requantize_is_dequantize_then_rht_quantize():
     """The same bits where the source's global scale is a power of two. An exact one is applied
     late, to MS-EDEN's block scales (quantizer.py): other roundings of as good a quality."""
-    x = torch.randn(96, 70)
-    q = quantize(x, source)
-    seed = torch.tensor(3)
-    again = q2.requantize(
-        *op_args(q),
-        source_scheme=source,
-        scheme=scheme,
-        transform=transform,
-        rows=70,
-        columnwise_seed=seed,
-        rng_offset=1,
-    )
-    plain = q2.quantize(
-        q.dequantize(),
-        scheme=scheme,
-        transform=transform,
-        rowwise=False,
-        columnwise=True,
-        rng_offset=1,
-        columnwise_seed=seed,
-    )
-    if SCHEMES[source].has_pow2_scale:
-        for one, other in zip(again, plain, strict=True):
-            assert torch.equal(one.view(-1).view(torch.uint8), other.view(-1).view(torch.uint8))
-    errors = [
-        relative_error(
-            QuantizedTensor(*t, None, scheme, transform, x.shape, True, seed).dequantize(),
-            q.dequantize(),
+    for (scheme, transform), source in product(
+        [("nvfp4_ms_eden_pow2", "rht128"), ("nvfp4_sr", "rht16"), ("mxfp4_rtn34", "rht32")],
+        ["nvfp4_46_pow2", "nvfp4_46", "nvfp4_16x16", "mxfp4_quest"],
+    ):
+        x = torch.randn(96, 70)
+        q = quantize(x, source)
+        seed = torch.tensor(3)
+        again = q2.requantize(
+            *op_args(q),
+            source_scheme=source,
+            scheme=scheme,
+            transform=transform,
+            rows=70,
+            columnwise_seed=seed,
+            rng_offset=1,
         )
-        for t in (again, plain)
-    ]
-    assert errors[0] == pytest.approx(errors[1], rel=0.1)
+        plain = q2.quantize(
+            q.dequantize(),
+            scheme=scheme,
+            transform=transform,
+            rowwise=False,
+            columnwise=True,
+            rng_offset=1,
+            columnwise_seed=seed,
+        )
+        if SCHEMES[source].has_pow2_scale:
+            for one, other in zip(again, plain, strict=True):
+                assert torch.equal(one.view(-1).view(torch.uint8), other.view(-1).view(torch.uint8))
+        errors = [
+            relative_error(
+                QuantizedTensor(*t, None, scheme, transform, x.shape, True, seed).dequantize(),
+                q.dequantize(),
+            )
+            for t in (again, plain)
+        ]
+        assert errors[0] == pytest.approx(errors[1], rel=0.1)
 
 
 def test_masked_unrotate_is_the_adjoint():
@@ -230,18 +232,18 @@ def test_forward_is_deterministic():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_the_reference_gives_the_same_bits_on_cuda(scheme):
+def test_the_reference_gives_the_same_bits_on_cuda():
     from q2compile.runtime_kernels import registry
 
-    x = torch.randn(48, 200)
-    spec = SCHEMES[scheme]
-    seed = torch.tensor(5) if spec.stochastic else None
-    amax = q2.amax(x) if spec.takes_amax else None
-    args = rowwise_call(scheme, x, amax=amax, rowwise_seed=seed).positional
-    on_cuda = tuple(a.cuda() if isinstance(a, torch.Tensor) else a for a in args)
-    expected = registry.select("quantize", args, "reference")(*args)
-    result = registry.select("quantize", on_cuda, "reference")(*on_cuda)
-    for one, other in zip(result[:2], expected[:2], strict=True):
-        assert torch.equal(one.cpu().view(torch.uint8), other.view(torch.uint8))
-    assert result[2].cpu() == expected[2]
+    for scheme in SCHEMES:
+        x = torch.randn(48, 200)
+        spec = SCHEMES[scheme]
+        seed = torch.tensor(5) if spec.stochastic else None
+        amax = q2.amax(x) if spec.takes_amax else None
+        args = rowwise_call(scheme, x, amax=amax, rowwise_seed=seed).positional
+        on_cuda = tuple(a.cuda() if isinstance(a, torch.Tensor) else a for a in args)
+        expected = registry.select("quantize", args, "reference")(*args)
+        result = registry.select("quantize", on_cuda, "reference")(*on_cuda)
+        for one, other in zip(result[:2], expected[:2], strict=True):
+            assert torch.equal(one.cpu().view(torch.uint8), other.view(torch.uint8))
+        assert result[2].cpu() == expected[2]

@@ -11,6 +11,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -50,9 +51,6 @@ FP4 = {name: s for name, s in SCHEMES.items() if s.has_block_scales}
 FLAT = [s.name for s in FP4.values() if s.block[0] == 1]
 SQUARE = [s.name for s in FP4.values() if s.block[0] > 1]
 KINDS = ("normal", "wide", "tiny", "huge", "ties", "zeros")
-
-each_dtype = pytest.mark.parametrize("dtype", DTYPES)
-each_scheme = pytest.mark.parametrize("scheme", FLAT)
 
 
 def matrix(shape: tuple[int, int], dtype: torch.dtype, kind: str = "normal") -> torch.Tensor:
@@ -108,87 +106,85 @@ def quantized(scheme: str, x: torch.Tensor) -> list[torch.Tensor]:
     return select("quantize", call.positional, REFERENCE)(*call.positional)
 
 
-@pytest.mark.parametrize("scheme, dtype", pairwise([*FLAT, *SQUARE], DTYPES))
-def test_quantize(scheme: str, dtype: torch.dtype) -> None:
-    for index, kind in enumerate(KINDS):
-        x = matrix(SHAPES[(index + len(scheme)) % len(SHAPES)], dtype, kind)
-        agree_call(calls.plain(x, None, SEEDS[0], scheme, 5))
-        if get_scheme(scheme).takes_amax:
-            agree_call(calls.plain(x, q2.amax(x), SEEDS[0], scheme, 5))
+def test_quantize() -> None:
+    for scheme, dtype in pairwise([*FLAT, *SQUARE], DTYPES):
+        for index, kind in enumerate(KINDS):
+            x = matrix(SHAPES[(index + len(scheme)) % len(SHAPES)], dtype, kind)
+            agree_call(calls.plain(x, None, SEEDS[0], scheme, 5))
+            if get_scheme(scheme).takes_amax:
+                agree_call(calls.plain(x, q2.amax(x), SEEDS[0], scheme, 5))
 
 
-@each_scheme
-def test_rotations_and_directions(scheme: str) -> None:
-    for index, transform in enumerate(TRANSFORMS):
-        dtype = DTYPES[(index + FLAT.index(scheme)) % len(DTYPES)]
+def test_rotations_and_directions() -> None:
+    for index, (scheme, transform) in enumerate(pairwise(FLAT, TRANSFORMS)):
         shape, kind = SHAPES[(index + len(scheme)) % len(SHAPES)], KINDS[index % len(KINDS)]
-        x = matrix(shape, dtype, kind) / 256  # which a rotation does not take to Inf
+        x = matrix(shape, DTYPES[index % len(DTYPES)], kind) / 256  # no rotation takes it to Inf
         agree_call(calls.both(x, *SEEDS, scheme, transform, 3))
         agree_call(calls.one(x, SEEDS[1], scheme, transform, True, 2**31 + 7))
 
 
-@each_scheme
-def test_an_amax_that_is_not_the_largest(scheme: str) -> None:
-    if not get_scheme(scheme).takes_amax:
-        pytest.skip("takes no amax")
-    for amax in (0.0, 1e-30, 0.01, 1.0, 1e30):
-        x = matrix((37, 152), torch.bfloat16, "wide")
-        agree_call(calls.plain(x, torch.tensor(amax), SEEDS[0], scheme, 5))
+def test_an_amax_that_is_not_the_largest() -> None:
+    for scheme in (s for s in FLAT if get_scheme(s).takes_amax):
+        for amax in (0.0, 1e-30, 0.01, 1.0, 1e30):
+            x = matrix((37, 152), torch.bfloat16, "wide")
+            agree_call(calls.plain(x, torch.tensor(amax), SEEDS[0], scheme, 5))
 
 
-@each_scheme
-def test_strides_and_empty_operands(scheme: str) -> None:
-    base = matrix((64, 96), torch.bfloat16)
-    strided = base.t(), base[:, 1::2], base[3:, 5:], base[:1].expand(20, 96)
-    for x in (*strided, base[:0], base[:, :0]):
-        for transform in ("none", "rht32"):
-            agree_call(calls.both(x, *SEEDS, scheme, transform, 1))
+def test_strides_and_empty_operands() -> None:
+    for scheme in FLAT:
+        base = matrix((64, 96), torch.bfloat16)
+        strided = base.t(), base[:, 1::2], base[3:, 5:], base[:1].expand(20, 96)
+        for x in (*strided, base[:0], base[:, :0]):
+            for transform in ("none", "rht32"):
+                agree_call(calls.both(x, *SEEDS, scheme, transform, 1))
 
 
-@pytest.mark.parametrize("scheme, form", pairwise(FLAT, [SWIZZLED, DEQUANTIZED]))
-def test_forms(scheme: str, form: str) -> None:
-    for dtype, transform in zip(DTYPES, ("none", "rht16", "rht128"), strict=True):
-        agree_call(calls.both(matrix((150, 90), dtype), *SEEDS, scheme + form, transform, 3))
+def test_forms() -> None:
+    for scheme, form in pairwise(FLAT, [SWIZZLED, DEQUANTIZED]):
+        for dtype, transform in zip(DTYPES, ("none", "rht16", "rht128"), strict=True):
+            agree_call(calls.both(matrix((150, 90), dtype), *SEEDS, scheme + form, transform, 3))
 
 
-@each_scheme
-def test_dbias(scheme: str) -> None:
-    first = FLAT.index(scheme)
-    for i, (shape, out) in enumerate(zip(((1, 5), (300, 40), (2500, 20)), DTYPES, strict=True)):
-        x = matrix(shape, DTYPES[(first + i) % len(DTYPES)], "wide")
+def test_dbias() -> None:
+    """Beside the codes. Sums do not depend on the scheme, so each has one of nine shapes and pairs
+    of dtypes; their order is compared in tests/runtime_kernels/cuda/test_dbias.py."""
+    sums = list(product(zip(((1, 5), (300, 40), (2500, 20)), DTYPES, strict=True), DTYPES))
+    for index, scheme in enumerate(FLAT):
+        (shape, out), dtype = sums[index % len(sums)]
+        x = matrix(shape, dtype, "wide")
         agree_call(calls.both(x, *SEEDS, scheme, "none", 3, dbias=out))
 
 
-@pytest.mark.parametrize(
-    "scheme, transform",
-    pairwise([*FLAT, *(s + DEQUANTIZED for s in FLAT)], ["none", "rht32", "rht128"]),
-)
-def test_groups(scheme: str, transform: str) -> None:
-    offs = torch.tensor([3, 140, 140, 180], dtype=torch.int32)
-    ends = {"offs": offs, "padded_offs": q2.padded_ends(offs)}
-    x = matrix((200, 72), torch.bfloat16)
-    agree_call(calls.both(x, *SEEDS, scheme, transform, 3, **ends))
-    codes, scales, unit = quantized("nvfp4_46_pow2", x)
-    agree_call(again("nvfp4_46_pow2", (codes, scales, unit), scheme, transform, 72, **ends))
+def test_groups() -> None:
+    for scheme, transform in pairwise(
+        [*FLAT, *(s + DEQUANTIZED for s in FLAT)], ["none", "rht32", "rht128"]
+    ):
+        offs = torch.tensor([3, 140, 140, 180], dtype=torch.int32)
+        ends = {"offs": offs, "padded_offs": q2.padded_ends(offs)}
+        x = matrix((200, 72), torch.bfloat16)
+        agree_call(calls.both(x, *SEEDS, scheme, transform, 3, **ends))
+        codes, scales, unit = quantized("nvfp4_46_pow2", x)
+        agree_call(again("nvfp4_46_pow2", (codes, scales, unit), scheme, transform, 72, **ends))
 
 
-@each_dtype
-@pytest.mark.parametrize("transform", ["h32", "none", "rht32_fixed", "rht128_fixed"])
-def test_masks(transform: str, dtype: torch.dtype) -> None:
-    for shape, kind in zip(SHAPES, KINDS, strict=True):
-        x = matrix(shape, dtype, kind) / 64  # which a rotation does not take to Inf
-        call = calls.masked(x, "mxfp4_quest", transform)
-        agree_call(call)
-        mask = select("quantize", call.positional, REFERENCE)(*call.positional)[3]
-        grad = matrix((shape[0], 8 * mask.shape[1]), dtype, kind)
-        agree("masked_unrotate", (grad, mask, transform))
+def test_masks() -> None:
+    for transform, dtype in pairwise(["h32", "none", "rht32_fixed", "rht128_fixed"], DTYPES):
+        for shape, kind in zip(SHAPES, KINDS, strict=True):
+            x = matrix(shape, dtype, kind) / 64  # which a rotation does not take to Inf
+            call = calls.masked(x, "mxfp4_quest", transform)
+            agree_call(call)
+            mask = select("quantize", call.positional, REFERENCE)(*call.positional)[3]
+            grad = matrix((shape[0], 8 * mask.shape[1]), dtype, kind)
+            agree("masked_unrotate", (grad, mask, transform))
 
 
-@each_dtype
-def test_masked_unrotate_of_any_width(dtype: torch.dtype) -> None:
-    for rows, width in ((1, 8), (3, 24), (5, 40), (0, 32)):
-        mask = pack_bits((matrix((rows, width), torch.float32) > 0).t()[None])[0].t().contiguous()
-        agree("masked_unrotate", (matrix((rows, width), dtype), mask, "none"))
+def test_masked_unrotate_of_any_width() -> None:
+    for dtype in DTYPES:
+        for rows, width in ((1, 8), (3, 24), (5, 40), (0, 32)):
+            mask = (
+                pack_bits((matrix((rows, width), torch.float32) > 0).t()[None])[0].t().contiguous()
+            )
+            agree("masked_unrotate", (matrix((rows, width), dtype), mask, "none"))
 
 
 def again(source_scheme: str, source, scheme: str, transform: str, rows: int, **more: Any):
@@ -198,61 +194,59 @@ def again(source_scheme: str, source, scheme: str, transform: str, rows: int, **
     return QuantizerCall.named("requantize", **named, **how, rows=rows, **more)
 
 
-@each_scheme
-def test_requantize(scheme: str) -> None:
-    sources = (*FP4, "nvfp4_46_pow2" + SWIZZLED, "mxfp4_rtn" + SWIZZLED)
-    for index, source in list(enumerate(sources))[FLAT.index(scheme) % 4 :: 4]:
-        shape, kind = SHAPES[index % len(SHAPES)], KINDS[index % len(KINDS)]
-        transform = list(TRANSFORMS)[(index + len(scheme)) % len(TRANSFORMS)]
-        parts = quantized(source, matrix(shape, torch.bfloat16, kind) / 256)
-        agree_call(again(source, parts, scheme, transform, shape[1]))
+def test_requantize() -> None:
+    for scheme in FLAT:
+        sources = (*FP4, "nvfp4_46_pow2" + SWIZZLED, "mxfp4_rtn" + SWIZZLED)
+        for index, source in list(enumerate(sources))[FLAT.index(scheme) % 4 :: 4]:
+            shape, kind = SHAPES[index % len(SHAPES)], KINDS[index % len(KINDS)]
+            transform = list(TRANSFORMS)[(index + len(scheme)) % len(TRANSFORMS)]
+            parts = quantized(source, matrix(shape, torch.bfloat16, kind) / 256)
+            agree_call(again(source, parts, scheme, transform, shape[1]))
 
 
-@each_dtype
-@pytest.mark.parametrize("source", [s for s in FLAT if rounds_by_scales(SCHEMES[s])])
-def test_requantize_by_scales(source: str, dtype: torch.dtype) -> None:
-    for form in ("", SWIZZLED):
-        for shape, kind in zip(SHAPES, KINDS, strict=True):
-            x = matrix(shape, dtype, kind) / 256
-            _, *scales = quantized(source + form, x)
-            for scheme, transform in (("nvfp4_ms_eden_pow2", "rht128"), ("nvfp4", "none")):
-                parts = x, *scales
-                call = again(source + form, parts, scheme, transform, shape[1], by_scales=True)
-                agree_call(call)
+def test_requantize_by_scales() -> None:
+    for source, dtype in pairwise([s for s in FLAT if rounds_by_scales(SCHEMES[s])], DTYPES):
+        for form in ("", SWIZZLED):
+            for shape, kind in zip(SHAPES, KINDS, strict=True):
+                x = matrix(shape, dtype, kind) / 256
+                _, *scales = quantized(source + form, x)
+                for scheme, transform in (("nvfp4_ms_eden_pow2", "rht128"), ("nvfp4", "none")):
+                    parts = x, *scales
+                    call = again(source + form, parts, scheme, transform, shape[1], by_scales=True)
+                    agree_call(call)
 
 
-@pytest.mark.parametrize("scheme", [*FP4, "nvfp4_46" + SWIZZLED])
-def test_dequantize(scheme: str) -> None:
-    for dtype, shape, kind in zip(2 * DTYPES, SHAPES, KINDS, strict=True):
-        codes, scales, unit = quantized(scheme, matrix(shape, torch.bfloat16, kind))
-        for columns in {shape[1], 2 * codes.shape[1], 1}:
-            agree("dequantize", (codes, scales, unit, scheme, columns, dtype))
-            agree("dequantize", (codes, scales, None, scheme, columns, dtype))
+def test_dequantize() -> None:
+    for scheme in [*FP4, "nvfp4_46" + SWIZZLED]:
+        for dtype, shape, kind in zip(2 * DTYPES, SHAPES, KINDS, strict=True):
+            codes, scales, unit = quantized(scheme, matrix(shape, torch.bfloat16, kind))
+            for columns in {shape[1], 2 * codes.shape[1], 1}:
+                agree("dequantize", (codes, scales, unit, scheme, columns, dtype))
+                agree("dequantize", (codes, scales, None, scheme, columns, dtype))
 
 
-@each_dtype
-@pytest.mark.parametrize(
-    "scheme", ["nvfp4_46_pow2", "nvfp4", "mxfp4_rtn", "mxfp4_sr", "nvfp4_16x16"]
-)
-def test_gemm(scheme: str, dtype: torch.dtype) -> None:
-    for m, n, k in ((1, 1, 16), (70, 33, 100), (0, 5, 16), (64, 128, 256)):
-        a, b = (quantized(scheme, matrix((rows, k), torch.bfloat16)) for rows in (m, n))
-        for bias in (None, matrix((n, 1), dtype)[:, 0], matrix((n, 1), torch.float32)[:, 0]):
-            agree("gemm", (*a, *b, bias, scheme, scheme, dtype))
-        if m:
-            product = a[2] * b[2]
-            agree("gemm", (*a[:2], product, *b[:2], None, None, scheme, scheme, dtype))
+def test_gemm() -> None:
+    for scheme, dtype in pairwise(
+        ["nvfp4_46_pow2", "nvfp4", "mxfp4_rtn", "mxfp4_sr", "nvfp4_16x16"], DTYPES
+    ):
+        for m, n, k in ((1, 1, 16), (70, 33, 100), (0, 5, 16), (64, 128, 256)):
+            a, b = (quantized(scheme, matrix((rows, k), torch.bfloat16)) for rows in (m, n))
+            for bias in (None, matrix((n, 1), dtype)[:, 0], matrix((n, 1), torch.float32)[:, 0]):
+                agree("gemm", (*a, *b, bias, scheme, scheme, dtype))
+            if m:
+                product = a[2] * b[2]
+                agree("gemm", (*a[:2], product, *b[:2], None, None, scheme, scheme, dtype))
 
 
-@pytest.mark.parametrize("scheme, value", pairwise(FLAT, VALUES))
-def test_nonfinite(scheme: str, value: float) -> None:
-    x = with_bad(matrix((300, 200), torch.bfloat16), value)
-    for transform in ("none", "rht128"):
-        call = calls.both(x, *SEEDS, scheme, transform, 3)
-        assert_same(*both("quantize", call.positional), scheme)
-    parts = quantized("nvfp4_46_pow2", x)
-    call = again("nvfp4_46_pow2", parts, scheme, "rht128", 200)
-    assert_same(*both("requantize", call.positional), scheme)
+def test_nonfinite() -> None:
+    for scheme, value in pairwise(FLAT, VALUES):
+        x = with_bad(matrix((300, 200), torch.bfloat16), value)
+        for transform in ("none", "rht128"):
+            call = calls.both(x, *SEEDS, scheme, transform, 3)
+            assert_same(*both("quantize", call.positional), scheme)
+        parts = quantized("nvfp4_46_pow2", x)
+        call = again("nvfp4_46_pow2", parts, scheme, "rht128", 200)
+        assert_same(*both("requantize", call.positional), scheme)
 
 
 def test_threads_change_no_bits() -> None:

@@ -23,6 +23,7 @@ from tests.support import emulation
 from tests.support import quantizer_calls as calls
 from tests.support.emulation.on_cpu import assert_agrees, assert_same_bits, launches_on_cpu, matrix
 from tests.support.emulation.random_bits import close_to_their_random_bits
+from tests.support.pairwise import pairwise
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -73,25 +74,27 @@ def test_one_tile_at_a_time() -> None:
         assert_agrees(calls.again(*packed, SEEDS[0], source, scheme, "rht32", 700, 1))
 
 
-@pytest.mark.parametrize("transpose", [False, True])
-def test_rht_quantize(transpose) -> None:
-    for x in (matrix(140, 136), matrix(136, 140).t(), matrix(1, 136).expand(140, 136)):
-        assert_agrees(calls.one(x, SEEDS[0], EXACT, "rht128", transpose, 0))
+def test_rht_quantize() -> None:
+    for transpose in [False, True]:
+        for x in (matrix(140, 136), matrix(136, 140).t(), matrix(1, 136).expand(140, 136)):
+            assert_agrees(calls.one(x, SEEDS[0], EXACT, "rht128", transpose, 0))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_other_dtypes(dtype) -> None:
-    assert_agrees(calls.both(matrix(130, 140, dtype), *SEEDS, POW2, "rht128", 0))
+def test_other_dtypes() -> None:
+    for dtype in [torch.float16, torch.float32]:
+        assert_agrees(calls.both(matrix(130, 140, dtype), *SEEDS, POW2, "rht128", 0))
 
 
-@pytest.mark.parametrize("transform", ["none", "rht32_fixed", "rht64"])
-def test_other_transforms(transform) -> None:
-    assert_agrees(calls.both(matrix(136, 136), *SEEDS, POW2, transform, 0))
+def test_other_transforms() -> None:
+    for transform in ["none", "rht32_fixed", "rht64"]:
+        assert_agrees(calls.both(matrix(136, 136), *SEEDS, POW2, transform, 0))
 
 
-@pytest.mark.parametrize("shape", [(0, 40), (40, 0)])
-def test_empty(shape) -> None:
-    assert_agrees(calls.both(torch.empty(shape, dtype=torch.bfloat16), *SEEDS, POW2, "rht128", 0))
+def test_empty() -> None:
+    for shape in [(0, 40), (40, 0)]:
+        assert_agrees(
+            calls.both(torch.empty(shape, dtype=torch.bfloat16), *SEEDS, POW2, "rht128", 0)
+        )
 
 
 REQUANTIZED = [*product(["nvfp4_46_pow2", "nvfp4_46", "nvfp4_16x16"], [POW2, EXACT], [HOPPER])]
@@ -162,26 +165,28 @@ def test_dequantize(scheme, dtype) -> None:
         assert_same_bits((dequantize.dequantize(*args),), (q2.dequantize(*args),))
 
 
-@pytest.mark.parametrize("swizzled", [False, True])
-@pytest.mark.parametrize("shape", [(256, 128), (130, 200), (33, 517), (1, 1), (0, 40), (40, 0)])
-@pytest.mark.parametrize("scheme", ["nvfp4_16x16_pow2", "mxfp4_rceil_32x32"])
-def test_transpose(scheme, shape, swizzled) -> None:
+def test_transpose() -> None:
     """Whole tiles and parts; columns of padding, which are no rows of the result."""
-    codes, scales, _ = calls.plain(matrix(*shape), None, None, scheme)()
-    for rows in {shape[1], min(shape[1], 72)}:
-        args = (codes, scales, scheme, rows, swizzled)
-        assert_same_bits(turn.transpose(*args), q2.transpose(*args))
+    for scheme, shape, by_tiles in pairwise(
+        ["nvfp4_16x16_pow2", "mxfp4_rceil_32x32"],
+        [(256, 128), (130, 200), (33, 517), (1, 1), (0, 40), (40, 0)],
+        [False, True],
+    ):
+        codes, scales, _ = calls.plain(matrix(*shape), None, None, scheme)()
+        for rows in {shape[1], min(shape[1], 72)}:
+            args = (codes, scales, scheme, rows, by_tiles)
+            assert_same_bits(turn.transpose(*args), q2.transpose(*args))
 
 
-@pytest.mark.parametrize("rows, blocks", [(1, 1), (128, 4), (200, 9)])
-def test_swizzled_scales(rows, blocks) -> None:
-    scales = torch.randint(0, 127, (rows, blocks), dtype=torch.uint8).view(torch.float8_e4m3fn)
-    got = swizzled(Factor(torch.empty(rows, 0), scales, None, get_scheme("nvfp4")))
-    assert_same_bits((got,), (swizzle_32x4x4(scales),))
-    for scheme, side in (("nvfp4_16x16", 16), ("mxfp4_rceil_32x32", 32)):
-        shared = swizzled(Factor(torch.empty(side * rows, 0), scales, None, get_scheme(scheme)))
-        repeated = scales.view(torch.uint8).repeat_interleave(side, 0).view(scales.dtype)
-        assert_same_bits((shared,), (swizzle_32x4x4(repeated),))
+def test_swizzled_scales() -> None:
+    for rows, blocks in [(1, 1), (128, 4), (200, 9)]:
+        scales = torch.randint(0, 127, (rows, blocks), dtype=torch.uint8).view(torch.float8_e4m3fn)
+        got = swizzled(Factor(torch.empty(rows, 0), scales, None, get_scheme("nvfp4")))
+        assert_same_bits((got,), (swizzle_32x4x4(scales),))
+        for scheme, side in (("nvfp4_16x16", 16), ("mxfp4_rceil_32x32", 32)):
+            shared = swizzled(Factor(torch.empty(side * rows, 0), scales, None, get_scheme(scheme)))
+            repeated = scales.view(torch.uint8).repeat_interleave(side, 0).view(scales.dtype)
+            assert_same_bits((shared,), (swizzle_32x4x4(repeated),))
 
 
 # Scheme and transform of every operand that a recipe quantizes from a tensor in its backward, and
@@ -205,10 +210,10 @@ def test_other_schemes(scheme, transform) -> None:
     assert_agrees(calls.both(matrix(130, 200), *SEEDS, scheme, transform, 3))
 
 
-@pytest.mark.parametrize("scheme, transform", [QUANTIZERS[i] for i in (3, 6, 7, 8)])
-def test_rows_that_are_not_whole_vectors(scheme, transform) -> None:
+def test_rows_that_are_not_whole_vectors() -> None:
     """Chunks of each size."""
-    assert_agrees(calls.both(matrix(33, 300), *SEEDS, scheme, transform, 3))
+    for scheme, transform in [QUANTIZERS[i] for i in (3, 6, 7, 8)]:
+        assert_agrees(calls.both(matrix(33, 300), *SEEDS, scheme, transform, 3))
 
 
 SEVERAL = ["nvfp4_46_pow2", "nvfp4_46", "nvfp4_search_pow2", "nvfp4_search"]
@@ -226,11 +231,11 @@ def test_several_scales(scheme) -> None:
     )
 
 
-@pytest.mark.parametrize("scheme", ["nvfp4_sr_pow2", "nvfp4_sr", "mxfp4_sr", "mxfp4_rceil_sr"])
-def test_quantize(scheme) -> None:
-    x = matrix(30, 200)
-    amax = q2.amax(x) if get_scheme(scheme).takes_amax else None
-    assert_agrees(calls.plain(x, amax, SEEDS[0], scheme, 5))
+def test_quantize() -> None:
+    for scheme in ["nvfp4_sr_pow2", "nvfp4_sr", "mxfp4_sr", "mxfp4_rceil_sr"]:
+        x = matrix(30, 200)
+        amax = q2.amax(x) if get_scheme(scheme).takes_amax else None
+        assert_agrees(calls.plain(x, amax, SEEDS[0], scheme, 5))
 
 
 def next_to_the_grid() -> torch.Tensor:
@@ -255,26 +260,23 @@ def test_stochastic_rounding_next_to_random_bits() -> None:
     assert_agrees(calls.plain(x, None, SEEDS[0], "nvfp4_sr_pow2", 1))
 
 
-@pytest.mark.parametrize(
-    "source, scheme, transform",
-    [
+def test_requantize_to_other_schemes() -> None:
+    for source, scheme, transform in [
         ("nvfp4_pow2", "nvfp4_sr_pow2", "rht128"),
         ("nvfp4", "nvfp4_sr", "rht128"),
         ("mxfp4_quest", "mxfp4_rtn34", "rht32"),
         ("mxfp4_rceil_32x32", "mxfp4_rceil_sr", "rht32"),
-    ],
-)
-def test_requantize_to_other_schemes(source, scheme, transform) -> None:
-    x = matrix(145, 200)
-    spec = get_scheme(source)
-    packed = (
-        q2.quantize(x, scheme=source, transform="h32", rowwise=True, columnwise=False, mask=True)[
-            :3
-        ]
-        if spec.masked
-        else calls.plain(x, q2.amax(x) if spec.takes_amax else None, None, source)()
-    )
-    assert_agrees(calls.again(*packed, SEEDS[0], source, scheme, transform, 200, 1))
+    ]:
+        x = matrix(145, 200)
+        spec = get_scheme(source)
+        packed = (
+            q2.quantize(
+                x, scheme=source, transform="h32", rowwise=True, columnwise=False, mask=True
+            )[:3]
+            if spec.masked
+            else calls.plain(x, q2.amax(x) if spec.takes_amax else None, None, source)()
+        )
+        assert_agrees(calls.again(*packed, SEEDS[0], source, scheme, transform, 200, 1))
 
 
 # Scales swizzled where they are made: by align_scales.cu in chunks of 128 and in others, of rows of
@@ -290,77 +292,75 @@ SWIZZLING = [
 RAGGED = [(130, 200), (33, 517), (257, 40), (1, 1)]
 
 
-@pytest.mark.parametrize("scheme, transform", SWIZZLING)
-def test_scales_are_written_swizzled(scheme, transform) -> None:
+def test_scales_are_written_swizzled() -> None:
     """The reference swizzles plain scales (swizzle.py); the kernels write them so. Rows that are
     not whole vectors are read by other code, which knows nothing of scales."""
-    for shape in RAGGED if (scheme, transform) in SWIZZLING[::3] else RAGGED[::2]:
-        x = matrix(*shape)
-        args = (x, *SEEDS, scheme + SWIZZLED, transform, 3)
-        got = calls.launched(calls.both(*args))
-        assert_same_bits(got, calls.both(*args)())
-        plain = q2.quantize(
-            x,
-            scheme=scheme,
-            transform=transform,
-            rowwise=True,
-            columnwise=True,
-            rng_offset=3,
-            rowwise_seed=SEEDS[0],
-            columnwise_seed=SEEDS[1],
+    for scheme, transform in SWIZZLING:
+        for shape in RAGGED if (scheme, transform) in SWIZZLING[::3] else RAGGED[::2]:
+            x = matrix(*shape)
+            args = (x, *SEEDS, scheme + SWIZZLED, transform, 3)
+            got = calls.launched(calls.both(*args))
+            assert_same_bits(got, calls.both(*args)())
+            plain = q2.quantize(
+                x,
+                scheme=scheme,
+                transform=transform,
+                rowwise=True,
+                columnwise=True,
+                rng_offset=3,
+                rowwise_seed=SEEDS[0],
+                columnwise_seed=SEEDS[1],
+            )
+            want = [swizzle_32x4x4(s) for s in plain[1::3]]
+            assert_same_bits((got[1].flatten(), got[4].flatten()), want)
+            # One direction alone is another kernel, and so is one of rows of no whole vectors.
+            alone = (scheme, transform) in SWIZZLING[::2] and shape in RAGGED[:2]
+            for transpose in (False, True) if alone else ():
+                one = (x, SEEDS[transpose], scheme + SWIZZLED, transform, transpose, 3)
+                side = got[3:] if transpose else got[:3]
+                assert_same_bits(calls.launched(calls.one(*one)), side)
+
+
+def test_empty_with_swizzled_scales() -> None:
+    for scheme, shape in pairwise([POW2, "nvfp4_sr", "mxfp4_sr"], [(0, 40), (40, 0)]):
+        assert_agrees(
+            calls.both(
+                torch.empty(shape, dtype=torch.bfloat16), *SEEDS, scheme + SWIZZLED, "rht16", 0
+            )
         )
-        want = [swizzle_32x4x4(s) for s in plain[1::3]]
-        assert_same_bits((got[1].flatten(), got[4].flatten()), want)
-        # One direction alone is another kernel, and so is one of rows that are not whole vectors.
-        alone = (scheme, transform) in SWIZZLING[::2] and shape in RAGGED[:2]
-        for transpose in (False, True) if alone else ():
-            one = (x, SEEDS[transpose], scheme + SWIZZLED, transform, transpose, 3)
-            side = got[3:] if transpose else got[:3]
-            assert_same_bits(calls.launched(calls.one(*one)), side)
 
 
-@pytest.mark.parametrize("shape", [(0, 40), (40, 0)])
-@pytest.mark.parametrize("scheme", [POW2, "nvfp4_sr", "mxfp4_sr"])
-def test_empty_with_swizzled_scales(scheme, shape) -> None:
-    assert_agrees(
-        calls.both(torch.empty(shape, dtype=torch.bfloat16), *SEEDS, scheme + SWIZZLED, "rht16", 0)
-    )
+def test_quantize_with_swizzled_scales() -> None:
+    for scheme in ["nvfp4_46_pow2", "nvfp4_46", "nvfp4_pow2", "mxfp4_sr"]:
+        for shape in RAGGED:
+            x = matrix(*shape)
+            amax = q2.amax(x) if get_scheme(scheme).takes_amax else None
+            got = calls.launched(calls.plain(x, amax, SEEDS[0], scheme + SWIZZLED, 0))
+            codes, scales, global_scale = calls.plain(x, amax, SEEDS[0], scheme)()
+            assert_same_bits(got, (codes, swizzle_32x4x4(scales).view(-1, 512), global_scale))
 
 
-@pytest.mark.parametrize("scheme", ["nvfp4_46_pow2", "nvfp4_46", "nvfp4_pow2", "mxfp4_sr"])
-def test_quantize_with_swizzled_scales(scheme) -> None:
-    for shape in RAGGED:
-        x = matrix(*shape)
-        amax = q2.amax(x) if get_scheme(scheme).takes_amax else None
-        got = calls.launched(calls.plain(x, amax, SEEDS[0], scheme + SWIZZLED, 0))
-        codes, scales, global_scale = calls.plain(x, amax, SEEDS[0], scheme)()
-        assert_same_bits(got, (codes, swizzle_32x4x4(scales).view(-1, 512), global_scale))
-
-
-@pytest.mark.parametrize(
-    "source, scheme, transform",
-    [
+def test_requantize_with_swizzled_scales() -> None:
+    """Swizzled scales of the source, of the result, and of both."""
+    for source, scheme, transform in [
         ("nvfp4_46_pow2", POW2, "rht128"),
         ("nvfp4_46", EXACT, "rht128"),
         ("nvfp4_pow2", "nvfp4_sr", "rht16"),
         ("mxfp4_rtn", "mxfp4_rtn34", "rht32"),
-    ],
-)
-def test_requantize_with_swizzled_scales(source, scheme, transform) -> None:
-    """Swizzled scales of the source, of the result, and of both."""
-    whole = source in ("nvfp4_46_pow2", "mxfp4_rtn")
-    for shape in ((145, 200), (300, 72)):
-        x = matrix(*shape)
-        amax = q2.amax(x) if get_scheme(source).takes_amax else None
-        others = [("", SWIZZLED), (SWIZZLED, "")] if whole else []
-        for of_source, of_result in (*others, (SWIZZLED, SWIZZLED)):
-            packed = calls.plain(x, amax, None, source + of_source)()
-            names = (source + of_source, scheme + of_result, transform)
-            args = (*packed, SEEDS[0], *names, shape[1], 1)
-            plain = calls.plain(x, amax, None, source)()
-            want = calls.again(*plain, SEEDS[0], source, *names[1:], shape[1], 1)()
-            assert_same_bits(calls.launched(calls.again(*args)), want)
-            assert_same_bits(calls.again(*args)(), want)
+    ]:
+        whole = source in ("nvfp4_46_pow2", "mxfp4_rtn")
+        for shape in ((145, 200), (300, 72)):
+            x = matrix(*shape)
+            amax = q2.amax(x) if get_scheme(source).takes_amax else None
+            others = [("", SWIZZLED), (SWIZZLED, "")] if whole else []
+            for of_source, of_result in (*others, (SWIZZLED, SWIZZLED)):
+                packed = calls.plain(x, amax, None, source + of_source)()
+                names = (source + of_source, scheme + of_result, transform)
+                args = (*packed, SEEDS[0], *names, shape[1], 1)
+                plain = calls.plain(x, amax, None, source)()
+                want = calls.again(*plain, SEEDS[0], source, *names[1:], shape[1], 1)()
+                assert_same_bits(calls.launched(calls.again(*args)), want)
+                assert_same_bits(calls.again(*args)(), want)
 
 
 def test_padding_is_zero_where_a_source_has_more_columns() -> None:

@@ -15,6 +15,7 @@ from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, get_scheme
 from q2compile.runtime_kernels.ops.table import QuantizerCall
 from q2compile.runtime_kernels.registry import REFERENCE, select
 from tests.support import quantizer_calls
+from tests.support.pairwise import pairwise
 
 assert runtime_kernels and q2compile.linear.experts  # importing them registers the ops
 pytestmark = pytest.mark.gpu
@@ -52,14 +53,16 @@ def same_bits(call: QuantizerCall) -> None:
         assert wrong == 0, f"result {i}: {wrong} of {b.numel()} bytes differ"
 
 
-@pytest.mark.parametrize("scheme", [POW2, EXACT, POW2 + DEQUANTIZED])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("columns", [128, 392, 517])
-def test_ms_eden(columns, dtype, scheme) -> None:
-    rows, groups = routed()
-    x = matrix(rows, columns, dtype)
-    same_bits(quantizer_calls.grouped_both(x, *groups, *SEEDS, scheme, "rht128", 3))
-    same_bits(quantizer_calls.grouped(x, *groups, SEEDS[1], scheme, "rht128", 3))
+def test_ms_eden() -> None:
+    for columns, dtype, scheme in pairwise(
+        [128, 392, 517],
+        [torch.bfloat16, torch.float16, torch.float32],
+        [POW2, EXACT, POW2 + DEQUANTIZED],
+    ):
+        rows, groups = routed()
+        x = matrix(rows, columns, dtype)
+        same_bits(quantizer_calls.grouped_both(x, *groups, *SEEDS, scheme, "rht128", 3))
+        same_bits(quantizer_calls.grouped(x, *groups, SEEDS[1], scheme, "rht128", 3))
 
 
 @pytest.mark.parametrize(

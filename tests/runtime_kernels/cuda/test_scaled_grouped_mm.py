@@ -15,6 +15,7 @@ from q2compile.runtime_kernels.choice import choose
 from q2compile.runtime_kernels.cuda.gemm import scaled_grouped_mm as kernel
 from q2compile.runtime_kernels.kernel_states import assumed_gpu
 from q2compile.runtime_kernels.registry import REFERENCE, SCALED_GROUPED_MM, select
+from tests.support.pairwise import pairwise
 
 q2 = torch.ops.q2
 BF16 = torch.bfloat16
@@ -171,9 +172,7 @@ def test_what_is_left_to_the_reference_has_its_reason(what) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("size", [(N, K), (768, 2048)])
-@pytest.mark.parametrize("gemm", GEMMS)
+@pytest.mark.parametrize("gemm, size, routing", pairwise(GEMMS, [(N, K), (768, 2048)], ROUTINGS))
 def test_a_hopper_multiplies_them(gemm, size, routing) -> None:
     """The error of rounding a result to bf16 once is .00166 of its norm, and so is that of sums on
     FP8 tensor cores (KERNEL_LOG.md). The smallest results have 48 elements, so half as much more is

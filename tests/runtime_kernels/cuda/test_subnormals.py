@@ -78,8 +78,7 @@ def dequantized(parts, scheme: str) -> torch.Tensor:
 # The reference --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scheme, dtype", pairwise(SCHEMES, DTYPES))
-def test_the_reference_loses_no_more_than_it_must(scheme, dtype) -> None:
+def test_the_reference_loses_no_more_than_it_must() -> None:
     """No NaN, no Inf, and no block has a larger error than one of normal size, except 8 * 2^-126
     and the value of e4m3's smallest scale.
 
@@ -88,50 +87,53 @@ def test_the_reference_loses_no_more_than_it_must(scheme, dtype) -> None:
     - 2^-126: pow2 has zeros for smaller raw scales. Exact has no smaller global scale, and what x
       is multiplied by ends at fp32's largest, so that blocks below 1.5 * 2^-126 shrink.
     """
-    spec = SCHEMES[scheme]
-    for x in operands(dtype):
-        parts = q2.quantize(
-            x,
-            scheme=scheme,
-            rowwise=True,
-            columnwise=False,
-            amax=amax_of(x, scheme),
-            rowwise_seed=SEEDS[0],
-            mask=spec.masked,
-        )
-        got, unit = dequantized(parts, scheme), parts[2].double()
-        assert got.isfinite().all() and unit >= TINY
-        largest = x.double().abs().unflatten(1, (-1, spec.width)).amax(2, keepdim=True)
-        if spec.block[0] > 1:
-            largest = largest.unflatten(0, (-1, 16)).amax(1, keepdim=True).expand(-1, 16, -1, -1)
-            largest = largest.flatten(0, 1)
-        relative = 0.5 if spec.format == "mxfp4" or spec.rounding in ("sr", "ms_eden") else 0.25
-        floor = 8 * TINY + 6 * 2.0**-9 * unit.item() * (spec.format == "nvfp4")
-        floor += 2.0**-10 * unit.item() * spec.is_tensorwise  # half a step of e4m3's subnormals
-        error = (got - x.double()).abs().unflatten(1, (-1, spec.width))
-        assert (error <= relative * largest + floor).all()
+    for scheme, dtype in pairwise(SCHEMES, DTYPES):
+        spec = SCHEMES[scheme]
+        for x in operands(dtype):
+            parts = q2.quantize(
+                x,
+                scheme=scheme,
+                rowwise=True,
+                columnwise=False,
+                amax=amax_of(x, scheme),
+                rowwise_seed=SEEDS[0],
+                mask=spec.masked,
+            )
+            got, unit = dequantized(parts, scheme), parts[2].double()
+            assert got.isfinite().all() and unit >= TINY
+            largest = x.double().abs().unflatten(1, (-1, spec.width)).amax(2, keepdim=True)
+            if spec.block[0] > 1:
+                largest = (
+                    largest.unflatten(0, (-1, 16)).amax(1, keepdim=True).expand(-1, 16, -1, -1)
+                )
+                largest = largest.flatten(0, 1)
+            relative = 0.5 if spec.format == "mxfp4" or spec.rounding in ("sr", "ms_eden") else 0.25
+            floor = 8 * TINY + 6 * 2.0**-9 * unit.item() * (spec.format == "nvfp4")
+            floor += 2.0**-10 * unit.item() * spec.is_tensorwise  # half a step of e4m3's subnormals
+            error = (got - x.double()).abs().unflatten(1, (-1, spec.width))
+            assert (error <= relative * largest + floor).all()
 
 
-@pytest.mark.parametrize("scheme", GIVEN)
-def test_an_amax_that_is_given_makes_nothing_but_numbers(scheme) -> None:
+def test_an_amax_that_is_given_makes_nothing_but_numbers() -> None:
     """Far too small: scales and codes saturate. Too large: scales become subnormals and zeros."""
-    for amax, exponent in product(AMAX, (-149, -127, -110, -10, 10, 100, 124)):
-        x = (normal()[:16] * 2.0**exponent).float()
-        parts = q2.quantize(
-            x,
-            scheme=scheme,
-            rowwise=True,
-            columnwise=False,
-            amax=torch.tensor(amax),
-            rowwise_seed=SEEDS[0],
-        )
-        assert dequantized(parts, scheme).isfinite().all() and TINY <= parts[2] <= 2.0**120
-        if amax < 2.0**-20 and exponent == 100:
-            assert (parts[1].float() == 448).all()
-            spec = get_scheme(scheme)
-            codes = parts[0].float() if spec.is_tensorwise else decode_e2m1(parts[0])
-            nearly_all = codes.abs().eq(spec.code_max).float().mean()
-            assert nearly_all > (0.99 if amax > 0 else 0.9)
+    for scheme in GIVEN:
+        for amax, exponent in product(AMAX, (-149, -127, -110, -10, 10, 100, 124)):
+            x = (normal()[:16] * 2.0**exponent).float()
+            parts = q2.quantize(
+                x,
+                scheme=scheme,
+                rowwise=True,
+                columnwise=False,
+                amax=torch.tensor(amax),
+                rowwise_seed=SEEDS[0],
+            )
+            assert dequantized(parts, scheme).isfinite().all() and TINY <= parts[2] <= 2.0**120
+            if amax < 2.0**-20 and exponent == 100:
+                assert (parts[1].float() == 448).all()
+                spec = get_scheme(scheme)
+                codes = parts[0].float() if spec.is_tensorwise else decode_e2m1(parts[0])
+                nearly_all = codes.abs().eq(spec.code_max).float().mean()
+                assert nearly_all > (0.99 if amax > 0 else 0.9)
 
 
 # The kernels ----------------------------------------------------------------------------------
@@ -248,31 +250,31 @@ def agree_on_cpu(call: QuantizerCall) -> None:
     assert_same_bits(select(op, args, CPP)(*args), select(op, args, REFERENCE)(*args))
 
 
-@pytest.mark.parametrize("scheme", [s for s in SCHEMES if not SCHEMES[s].is_tensorwise])
-def test_cpu_kernels(scheme) -> None:
+def test_cpu_kernels() -> None:
     """They read an operand as those of a GPU do, in one function of csrc/operand.h."""
-    for dtype in DTYPES if scheme in dict(READS) else DTYPES[:1]:
-        for x in operands(dtype):
-            amax = amax_of(x, scheme)
-            agree_on_cpu(calls.plain(x, amax, SEEDS[0], scheme))
-            if get_scheme(scheme).block[0] == 1:
-                agree_on_cpu(calls.both(x, *SEEDS, scheme, "rht128", 1))
-                agree_on_cpu(calls.one(x, SEEDS[0], scheme, "rht16", True, 1))
-    for amax, exponent in product(AMAX if scheme in GIVEN else (), (-149, -127, 10, 124)):
-        x = (normal()[:16] * 2.0**exponent).float()
-        agree_on_cpu(calls.plain(x, torch.tensor(amax), SEEDS[0], scheme))
+    for scheme in [s for s in SCHEMES if not SCHEMES[s].is_tensorwise]:
+        for dtype in DTYPES if scheme in dict(READS) else DTYPES[:1]:
+            for x in operands(dtype):
+                amax = amax_of(x, scheme)
+                agree_on_cpu(calls.plain(x, amax, SEEDS[0], scheme))
+                if get_scheme(scheme).block[0] == 1:
+                    agree_on_cpu(calls.both(x, *SEEDS, scheme, "rht128", 1))
+                    agree_on_cpu(calls.one(x, SEEDS[0], scheme, "rht16", True, 1))
+        for amax, exponent in product(AMAX if scheme in GIVEN else (), (-149, -127, 10, 124)):
+            x = (normal()[:16] * 2.0**exponent).float()
+            agree_on_cpu(calls.plain(x, torch.tensor(amax), SEEDS[0], scheme))
 
 
-@pytest.mark.parametrize("source", ["nvfp4_46_pow2", "nvfp4_46", "nvfp4_16x16", "mxfp4_rtn"])
-def test_cpu_kernels_that_read_codes(source) -> None:
-    for x in operands(torch.float32):
-        packed = calls.plain(x, amax_of(x, source), None, source)()
-        for scheme in ("nvfp4_ms_eden_pow2", "nvfp4_sr", "mxfp4_rtn34"):
-            agree_on_cpu(calls.again(*packed, SEEDS[0], source, scheme, "rht128", 128, 1))
-        for dtype in DTYPES:
-            args = (*packed, source, 128, dtype)
-            made = (select("dequantize", args, name)(*args) for name in (CPP, REFERENCE))
-            assert_same_bits(*((x,) for x in made))
+def test_cpu_kernels_that_read_codes() -> None:
+    for source in ["nvfp4_46_pow2", "nvfp4_46", "nvfp4_16x16", "mxfp4_rtn"]:
+        for x in operands(torch.float32):
+            packed = calls.plain(x, amax_of(x, source), None, source)()
+            for scheme in ("nvfp4_ms_eden_pow2", "nvfp4_sr", "mxfp4_rtn34"):
+                agree_on_cpu(calls.again(*packed, SEEDS[0], source, scheme, "rht128", 128, 1))
+            for dtype in DTYPES:
+                args = (*packed, source, 128, dtype)
+                made = (select("dequantize", args, name)(*args) for name in (CPP, REFERENCE))
+                assert_same_bits(*((x,) for x in made))
 
 
 # One of each rounding and kind of scales: tests/lowering/test_lowering.py has the other schemes, on

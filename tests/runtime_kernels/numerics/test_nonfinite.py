@@ -38,85 +38,86 @@ def assert_others_as_without(parts, clean, expected, scheme: str) -> None:
     assert torch.equal(got.view(torch.int32), want.view(torch.int32))
 
 
-@pytest.mark.parametrize("scheme, value", pairwise(EVERY_FORM, VALUES))
-def test_quantize(scheme, value) -> None:
-    spec, x = get_scheme(scheme), matrix()
-    bad = with_bad(x, value)
-    expected = spread(~bad.isfinite(), scheme, "none")
-    without = bad.masked_fill(expected, 0.0)
-    amax = q2.amax(without) if spec.takes_amax else None
-    seed = SEED if spec.stochastic else None
-    parts, clean = (calls.plain(one, amax, seed, scheme, 3)() for one in (bad, without))
-    assert_poison(parts, expected, scheme)
-    assert_others_as_without(parts, clean, expected, scheme)
+def test_quantize() -> None:
+    for scheme, value in pairwise(EVERY_FORM, VALUES):
+        spec, x = get_scheme(scheme), matrix()
+        bad = with_bad(x, value)
+        expected = spread(~bad.isfinite(), scheme, "none")
+        without = bad.masked_fill(expected, 0.0)
+        amax = q2.amax(without) if spec.takes_amax else None
+        seed = SEED if spec.stochastic else None
+        parts, clean = (calls.plain(one, amax, seed, scheme, 3)() for one in (bad, without))
+        assert_poison(parts, expected, scheme)
+        assert_others_as_without(parts, clean, expected, scheme)
 
 
-@pytest.mark.parametrize(
-    "scheme, transform, transpose, value", pairwise(ONE_ROW, TRANSFORMS, [False, True], VALUES)
-)
-def test_rht_quantize(scheme, transform, transpose, value) -> None:
-    bad = with_bad(matrix(), value)
-    expected = spread(~(bad.t() if transpose else bad).isfinite(), scheme, transform)
-    if expected.all():  # a chunk of 128 rows holds all there are
-        return
-    cut = expected[:, : bad.shape[0 if transpose else 1]]
-    without = bad.masked_fill(cut.t() if transpose else cut, 0.0)
-    args = (SEED, scheme, transform, transpose, 3)
-    parts, clean = calls.one(bad, *args)(), calls.one(without, *args)()
-    assert_poison(parts, expected, scheme)
-    assert_others_as_without(parts, clean, expected, scheme)
+def test_rht_quantize() -> None:
+    for scheme, transform, transpose, value in pairwise(ONE_ROW, TRANSFORMS, [False, True], VALUES):
+        bad = with_bad(matrix(), value)
+        expected = spread(~(bad.t() if transpose else bad).isfinite(), scheme, transform)
+        if expected.all():  # a chunk of 128 rows holds all there are
+            continue
+        cut = expected[:, : bad.shape[0 if transpose else 1]]
+        without = bad.masked_fill(cut.t() if transpose else cut, 0.0)
+        args = (SEED, scheme, transform, transpose, 3)
+        parts, clean = calls.one(bad, *args)(), calls.one(without, *args)()
+        assert_poison(parts, expected, scheme)
+        assert_others_as_without(parts, clean, expected, scheme)
 
 
-@pytest.mark.parametrize("transform", ["none", "h32", "rht64_fixed"])
-def test_quantize_masked(transform) -> None:
+def test_quantize_masked() -> None:
     """QuEST trusts nothing in a poisoned block."""
-    bad = with_bad(matrix(), torch.nan)
-    codes, scales, unit, mask = calls.masked(bad, "mxfp4_quest", transform)()
-    expected = spread(~bad.isfinite(), "mxfp4_quest", transform)
-    assert_poison((codes, scales, unit), expected, "mxfp4_quest")
-    bits = mask[:, :, None] >> torch.arange(8, dtype=torch.uint8) & 1
-    assert not bits.flatten(1)[expected].any() and bits.flatten(1)[~expected].any()
+    for transform in ["none", "h32", "rht64_fixed"]:
+        bad = with_bad(matrix(), torch.nan)
+        codes, scales, unit, mask = calls.masked(bad, "mxfp4_quest", transform)()
+        expected = spread(~bad.isfinite(), "mxfp4_quest", transform)
+        assert_poison((codes, scales, unit), expected, "mxfp4_quest")
+        bits = mask[:, :, None] >> torch.arange(8, dtype=torch.uint8) & 1
+        assert not bits.flatten(1)[expected].any() and bits.flatten(1)[~expected].any()
 
 
-@pytest.mark.parametrize("source", ["nvfp4_46", "nvfp4_46_pow2", "nvfp4_16x16_pow2", "mxfp4_rtn"])
-@pytest.mark.parametrize("scheme", ["nvfp4_ms_eden_pow2", "nvfp4", "mxfp4_sr"])
-@pytest.mark.parametrize("transform", ["none", "rht16"])
-def test_requantize(source, scheme, transform) -> None:
+def test_requantize() -> None:
     """A block of NaN poisons the blocks, or the rotated chunks, that hold one of its elements."""
-    x = matrix(160, 96)
-    x[37, 41] = torch.inf
-    amax = q2.amax(x) if get_scheme(source).takes_amax else None
-    packed = calls.plain(x, amax, None, source, 0)()
-    nan = spread(~x.isfinite(), source, "none")
-    parts = calls.again(*packed, SEED, source, scheme, transform, 96, 1)()
-    assert_poison(parts, spread(nan.t(), scheme, transform), scheme)
-    if source == "nvfp4_46_pow2":
-        again = calls.by_scales(x, *packed[1:], SEED, source, scheme, transform, 1)()
-        assert_poison(again, spread(nan.t(), scheme, transform), scheme)
+    for transform, scheme, source in pairwise(
+        ["none", "rht16"],
+        ["nvfp4_ms_eden_pow2", "nvfp4", "mxfp4_sr"],
+        ["nvfp4_46", "nvfp4_46_pow2", "nvfp4_16x16_pow2", "mxfp4_rtn"],
+    ):
+        x = matrix(160, 96)
+        x[37, 41] = torch.inf
+        amax = q2.amax(x) if get_scheme(source).takes_amax else None
+        packed = calls.plain(x, amax, None, source, 0)()
+        nan = spread(~x.isfinite(), source, "none")
+        parts = calls.again(*packed, SEED, source, scheme, transform, 96, 1)()
+        assert_poison(parts, spread(nan.t(), scheme, transform), scheme)
+        if source == "nvfp4_46_pow2":
+            again = calls.by_scales(x, *packed[1:], SEED, source, scheme, transform, 1)()
+            assert_poison(again, spread(nan.t(), scheme, transform), scheme)
 
 
-@pytest.mark.parametrize("scheme", ["nvfp4_ms_eden_pow2", "nvfp4_ms_eden", "nvfp4_sr", "mxfp4_sr"])
-@pytest.mark.parametrize("transform", ["none", "rht128"])
-def test_groups_keep_their_poison(scheme, transform) -> None:
+def test_groups_keep_their_poison() -> None:
     """The third of the groups of 10, 0, 130 and 33 rows has an Inf."""
-    x, offs = matrix(180, 64), torch.tensor([10, 10, 140, 173], dtype=torch.int32)
-    ends = padded_ends(offs)
-    bad = x.clone()
-    bad[57, 9] = torch.inf
-    args = (offs, ends, SEED, scheme, transform, 1)
-    parts = calls.grouped(bad, *args)()
-    nan = poisoned_elements(*parts, scheme)
-    size = max(get_scheme(scheme).width, get_transform(transform).size)
-    first = (int(ends[1]) + 47) // size * size
-    expected = torch.zeros_like(nan)
-    expected[9, first : first + size] = True
-    assert torch.equal(nan, expected) and parts[2].isfinite()
-    packed = calls.plain(bad, None, None, "nvfp4_46_pow2", 0)()
-    again = calls.grouped_again(
-        *packed, offs, ends, SEED, "nvfp4_46_pow2", scheme, transform, 64, 1
-    )()
-    expected[:16] = expected[9].clone()
-    assert torch.equal(poisoned_elements(*again, scheme), expected)
+    for transform, scheme in pairwise(
+        ["none", "rht128"], ["nvfp4_ms_eden_pow2", "nvfp4_ms_eden", "nvfp4_sr", "mxfp4_sr"]
+    ):
+        x, offs = matrix(180, 64), torch.tensor([10, 10, 140, 173], dtype=torch.int32)
+        ends = padded_ends(offs)
+        bad = x.clone()
+        bad[57, 9] = torch.inf
+        args = (offs, ends, SEED, scheme, transform, 1)
+        parts = calls.grouped(bad, *args)()
+        nan = poisoned_elements(*parts, scheme)
+        size = max(get_scheme(scheme).width, get_transform(transform).size)
+        first = (int(ends[1]) + 47) // size * size
+        expected = torch.zeros_like(nan)
+        expected[9, first : first + size] = True
+        assert torch.equal(nan, expected) and parts[2].isfinite()
+        packed = calls.plain(bad, None, None, "nvfp4_46_pow2", 0)()
+        again = calls.grouped_again(
+            *packed, offs, ends, SEED, "nvfp4_46_pow2", scheme, transform, 64, 1
+        )()
+        expected[:16] = expected[9].clone()
+        assert torch.equal(poisoned_elements(*again, scheme), expected)
 
 
 def test_columns_are_summed_plainly() -> None:
@@ -138,42 +139,42 @@ def test_amax_of_the_finite_elements() -> None:
             assert q2.amax(torch.full((4, 4), value, dtype=dtype)) == 0
 
 
-@pytest.mark.parametrize("scheme", [scheme for (scheme,) in pairwise(EVERY_FORM)])
-def test_nothing_but_nan(scheme) -> None:
+def test_nothing_but_nan() -> None:
     """No finite number is left to scale by."""
-    spec, x = get_scheme(scheme), torch.full((32, 64), torch.nan)
-    amax = q2.amax(x) if spec.takes_amax else None
-    parts = calls.plain(x, amax, SEED if spec.stochastic else None, scheme, 0)()
-    assert poisoned_elements(*parts, scheme).all()
-    if spec.format == "nvfp4":
-        assert parts[2] == 1
+    for scheme in [scheme for (scheme,) in pairwise(EVERY_FORM)]:
+        spec, x = get_scheme(scheme), torch.full((32, 64), torch.nan)
+        amax = q2.amax(x) if spec.takes_amax else None
+        parts = calls.plain(x, amax, SEED if spec.stochastic else None, scheme, 0)()
+        assert poisoned_elements(*parts, scheme).all()
+        if spec.format == "nvfp4":
+            assert parts[2] == 1
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_global_scale_that_is_not_known_poisons_all(scheme) -> None:
+def test_a_global_scale_that_is_not_known_poisons_all() -> None:
     """An amax that somebody gives, or the global scale of a source."""
-    spec, x = get_scheme(scheme), matrix()
-    seed = SEED if spec.stochastic else None
-    if spec.takes_amax:
-        parts = calls.plain(x, torch.tensor(torch.nan), seed, scheme, 0)()
-        assert poisoned_elements(*parts, scheme).all()
-    if spec.block[0] == 1:
-        codes, scales, _ = calls.plain(x, None, None, "nvfp4_pow2", 0)()
-        args = (SEED, "nvfp4_pow2", scheme, "rht16", 160, 1)
-        parts = calls.again(codes, scales, torch.tensor(torch.nan), *args)()
-        assert poisoned_elements(*parts, scheme).all()
+    for scheme in SCHEMES:
+        spec, x = get_scheme(scheme), matrix()
+        seed = SEED if spec.stochastic else None
+        if spec.takes_amax:
+            parts = calls.plain(x, torch.tensor(torch.nan), seed, scheme, 0)()
+            assert poisoned_elements(*parts, scheme).all()
+        if spec.block[0] == 1:
+            codes, scales, _ = calls.plain(x, None, None, "nvfp4_pow2", 0)()
+            args = (SEED, "nvfp4_pow2", scheme, "rht16", 160, 1)
+            parts = calls.again(codes, scales, torch.tensor(torch.nan), *args)()
+            assert poisoned_elements(*parts, scheme).all()
 
 
-@pytest.mark.parametrize("scheme", ["nvfp4_46_pow2", "nvfp4_pow2" + SWIZZLED])
-def test_split_scales(scheme) -> None:
-    raw = matrix(40, 9).abs()
-    bad = raw.clone()
-    bad[3, 4] = torch.nan
-    raw[3, 4] = 0
-    (scales, unit), (clean, same) = q2.split_scales(bad, scheme), q2.split_scales(raw, scheme)
-    assert torch.equal(unit, same)
-    differ = scales.view(torch.uint8) != clean.view(torch.uint8)
-    assert differ.sum() == 1 and (scales.view(torch.uint8)[differ] == 0x7F).all()
+def test_split_scales() -> None:
+    for scheme in ["nvfp4_46_pow2", "nvfp4_pow2" + SWIZZLED]:
+        raw = matrix(40, 9).abs()
+        bad = raw.clone()
+        bad[3, 4] = torch.nan
+        raw[3, 4] = 0
+        (scales, unit), (clean, same) = q2.split_scales(bad, scheme), q2.split_scales(raw, scheme)
+        assert torch.equal(unit, same)
+        differ = scales.view(torch.uint8) != clean.view(torch.uint8)
+        assert differ.sum() == 1 and (scales.view(torch.uint8)[differ] == 0x7F).all()
 
 
 @pytest.mark.parametrize("scheme", ["nvfp4_46", "nvfp4_46_pow2", "mxfp4_rtn", "nvfp4_46_pow2@bf16"])

@@ -27,20 +27,18 @@ def exact(a, b, bias):
     return result, magnitude * x.shape[1] * 2.0**-24
 
 
-@pytest.mark.parametrize(
-    "scheme, dtype", pairwise(SCHEMES, [torch.bfloat16, torch.float32, torch.float16])
-)
-def test_error_is_that_of_fp32_sums_and_one_rounding(scheme, dtype):
-    a = quantize(torch.randn(33, 200), scheme, seed=1)
-    b = quantize(torch.randn(48, 200), scheme, seed=2)
-    bias = torch.randn(48).to(dtype)
-    for add in (None, bias):
-        out = product(a, b, add, dtype)
-        assert out.dtype == dtype and out.is_contiguous()
-        result, fp32_error = exact(a, b, add)
-        rounding = result.abs() * torch.finfo(dtype).eps / 2
-        # 1.01: the rounding is of the sum as computed; 1e-7: subnormals of float16
-        assert ((out.double() - result).abs() <= 1.01 * (fp32_error + rounding) + 1e-7).all()
+def test_error_is_that_of_fp32_sums_and_one_rounding():
+    for scheme, dtype in pairwise(SCHEMES, [torch.bfloat16, torch.float32, torch.float16]):
+        a = quantize(torch.randn(33, 200), scheme, seed=1)
+        b = quantize(torch.randn(48, 200), scheme, seed=2)
+        bias = torch.randn(48).to(dtype)
+        for add in (None, bias):
+            out = product(a, b, add, dtype)
+            assert out.dtype == dtype and out.is_contiguous()
+            result, fp32_error = exact(a, b, add)
+            rounding = result.abs() * torch.finfo(dtype).eps / 2
+            # 1.01: the rounding is of the sum as computed; 1e-7: subnormals of float16
+            assert ((out.double() - result).abs() <= 1.01 * (fp32_error + rounding) + 1e-7).all()
 
 
 @pytest.mark.parametrize("scheme", ["nvfp4_46_pow2", "nvfp4_46", "mxfp4_rtn34"])

@@ -20,6 +20,7 @@ from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED
 from q2compile.runtime_kernels.numerics.statistics import FIELDS, statistics
 from tests.support import quantizer_calls as calls
 from tests.support.oracle import relative_error
+from tests.support.pairwise import pairwise
 
 E, K, N = 4, 32, 48
 EDEN, SOURCE = "nvfp4_ms_eden_pow2", "nvfp4_46_pow2"
@@ -105,19 +106,19 @@ def grouped_step(recipe: Any, dtype: torch.dtype, offs: list[int], n: int = N) -
     return tuple((out, *torch.autograd.grad(out, (x, w), dy)) for out in (y, own))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("global_scale", ["pow2", "exact"])
-@pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe(name: str, global_scale: str, dtype: torch.dtype) -> None:
+def test_every_recipe() -> None:
     """With an empty group, one smaller than a block, rows of no group, and N of no whole chunk."""
-    recipe = resolve(name, global_scale)
-    n = 80 if recipe.block_rows < 32 else 96  # rewrite/decide.py, why_cut
-    ours, own = grouped_step(recipe, dtype, [7, 7, 150, 190], n=n)
-    for got, right in zip(ours, own, strict=True):
-        assert got.dtype == dtype
-        assert relative_error(got, right) < 0.08  # the coarsest, SR 3/4 of MXFP4: 0.05
-    assert ours[0][190:].abs().max() == 0 and ours[1][190:].abs().max() == 0
-    assert ours[2][1].abs().max() == 0
+    for name, global_scale, dtype in pairwise(
+        RECIPES, ["pow2", "exact"], [torch.float32, torch.bfloat16]
+    ):
+        recipe = resolve(name, global_scale)
+        n = 80 if recipe.block_rows < 32 else 96  # rewrite/decide.py, why_cut
+        ours, own = grouped_step(recipe, dtype, [7, 7, 150, 190], n=n)
+        for got, right in zip(ours, own, strict=True):
+            assert got.dtype == dtype
+            assert relative_error(got, right) < 0.08  # the coarsest, SR 3/4 of MXFP4: 0.05
+        assert ours[0][190:].abs().max() == 0 and ours[1][190:].abs().max() == 0
+        assert ours[2][1].abs().max() == 0
 
 
 @pytest.mark.parametrize("offs", [[0, 0, 0, 0], [200, 200, 200, 200], [50, 100, 150, 200]])
@@ -128,14 +129,14 @@ def test_extreme_groups(offs: list[int]) -> None:
         assert not right.any() or relative_error(got, right) < 0.05
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_linear_without_rows(name: str) -> None:
+def test_a_linear_without_rows() -> None:
     """An expert without tokens, in a loop over experts."""
-    x, w, bias = (torch.randn(s, requires_grad=True) for s in ((0, K), (N, K), (N,)))
-    y = torch.ops.q2.linear(x, w, bias, *resolve(name).texts(), 0)
-    dx, dw, dbias = torch.autograd.grad(y.sum(), (x, w, bias))
-    assert (y.shape, dx.shape) == ((0, N), (0, K))
-    assert dw.shape == (N, K) and not dw.any() and not dbias.any()
+    for name in RECIPES:
+        x, w, bias = (torch.randn(s, requires_grad=True) for s in ((0, K), (N, K), (N,)))
+        y = torch.ops.q2.linear(x, w, bias, *resolve(name).texts(), 0)
+        dx, dw, dbias = torch.autograd.grad(y.sum(), (x, w, bias))
+        assert (y.shape, dx.shape) == ((0, N), (0, K))
+        assert dw.shape == (N, K) and not dw.any() and not dbias.any()
 
 
 # Tokens per group: each way to fill a chunk, both neighbors of its size (numerics/groups.py), whole

@@ -18,6 +18,7 @@ from q2compile.runtime_kernels.numerics.schemes import SCHEMES
 from q2compile.runtime_kernels.ops.table import QuantizerCall
 from tests.support import quantizer_calls as calls
 from tests.support.oracle import relative_error
+from tests.support.pairwise import pairwise
 
 q2 = torch.ops.q2
 SEED = torch.tensor(5)
@@ -45,50 +46,48 @@ def check(call: QuantizerCall) -> None:
     opcheck(call.spec.overload, args, kwargs, test_utils=CHECKS)
 
 
-@pytest.mark.parametrize("recorded", [False, True])
-@pytest.mark.parametrize("dbias", [None, torch.bfloat16])
-def test_both_directions(recorded, dbias):
-    x = torch.randn(24, 40)
-    how = {"recorded": recorded, "dbias": dbias}
-    check(calls.both(x, SEED, SEED + 1, "nvfp4_ms_eden_pow2", "rht128", **how))
+def test_both_directions():
+    for dbias, recorded in pairwise([None, torch.bfloat16], [False, True]):
+        x = torch.randn(24, 40)
+        how = {"recorded": recorded, "dbias": dbias}
+        check(calls.both(x, SEED, SEED + 1, "nvfp4_ms_eden_pow2", "rht128", **how))
 
 
-@pytest.mark.parametrize("scheme", [name for name, s in SCHEMES.items() if s.takes_amax])
-def test_an_amax_that_is_not_given_is_found(scheme):
-    x = torch.randn(24, 40)
-    seed = SEED if SCHEMES[scheme].stochastic else None
-    found, given = (calls.plain(x, amax, seed, scheme)() for amax in (None, q2.amax(x)))
-    assert all(torch.equal(a.float(), b.float()) for a, b in zip(found, given, strict=True))
+def test_an_amax_that_is_not_given_is_found():
+    for scheme in [name for name, s in SCHEMES.items() if s.takes_amax]:
+        x = torch.randn(24, 40)
+        seed = SEED if SCHEMES[scheme].stochastic else None
+        found, given = (calls.plain(x, amax, seed, scheme)() for amax in (None, q2.amax(x)))
+        assert all(torch.equal(a.float(), b.float()) for a, b in zip(found, given, strict=True))
 
 
 # Shapes of results depend on the format and on the blocks, not on the rounding.
-EACH_BLOCK = ("nvfp4_46_pow2", "nvfp4_16x16", "mxfp4_rtn", "mxfp4_rceil_32x32")
+EACH_BLOCK = ("nvfp4_46_pow2", "nvfp4_16x16", "mxfp4_rtn", "mxfp4_rceil_32x32", "fp8")
 
 
-@pytest.mark.parametrize(
-    "scheme, shape",
-    [*product(SCHEMES, [(24, 40)]), *product(EACH_BLOCK, [(0, 16), (3, 1)])],
-)
-def test_quantize(scheme, shape):
-    x = torch.randn(shape)
-    spec = SCHEMES[scheme]
-    amax = q2.amax(x) if spec.takes_amax else None
-    seed = SEED if spec.stochastic else None
-    check(calls.plain(x, amax, seed, scheme))
+def test_quantize():
+    for scheme, shape in product((*EACH_BLOCK, "nvfp4_sr"), [(24, 40), (0, 16), (3, 1)]):
+        x = torch.randn(shape)
+        spec = SCHEMES[scheme]
+        amax = q2.amax(x) if spec.takes_amax else None
+        seed = SEED if spec.stochastic else None
+        check(calls.plain(x, amax, seed, scheme))
 
 
-@pytest.mark.parametrize("scheme", ["nvfp4", "nvfp4_ms_eden_pow2", "mxfp4_sr", "mxfp4_quest"])
-@pytest.mark.parametrize("transform", ["none", "h32", "rht128"])
-@pytest.mark.parametrize("transpose", [False, True])
-def test_rht_quantize(scheme, transform, transpose):
-    for shape in ((24, 40), (0, 16))[: 2 if transform == "h32" else 1]:
-        check(calls.one(torch.randn(shape), SEED, scheme, transform, transpose, 1))
+def test_rht_quantize():
+    for transpose, transform, scheme in pairwise(
+        [False, True],
+        ["none", "h32", "rht128"],
+        ["nvfp4", "nvfp4_ms_eden_pow2", "mxfp4_sr", "mxfp4_quest"],
+    ):
+        for shape in ((24, 40), (0, 16))[: 2 if transform == "h32" else 1]:
+            check(calls.one(torch.randn(shape), SEED, scheme, transform, transpose, 1))
 
 
-@pytest.mark.parametrize("source", ["nvfp4_46_pow2", "nvfp4_16x16", "mxfp4_quest"])
-def test_requantize(source):
-    parts = quantized(source)
-    check(calls.again(*parts, SEED, source, "nvfp4_ms_eden_pow2", "rht128", 40, 1))
+def test_requantize():
+    for source in ["nvfp4_46_pow2", "nvfp4_16x16", "mxfp4_quest"]:
+        parts = quantized(source)
+        check(calls.again(*parts, SEED, source, "nvfp4_ms_eden_pow2", "rht128", 40, 1))
 
 
 @pytest.mark.parametrize("scale", ["", "_pow2"])
@@ -216,9 +215,9 @@ def test_no_guard_on_divisibility():
     assert not env.guards, [str(g.expr) for g in env.guards]
 
 
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
+def test_errors():
+    """Those that a call of q2compile.quantize can cause are ValueErrors (test_quantize.py)."""
+    for call, said in [
         (
             lambda x: q2.quantize(x, scheme="nvfp4_5", rowwise=True, columnwise=False),
             "Did you mean",
@@ -293,12 +292,9 @@ def test_no_guard_on_divisibility():
         (lambda x: q2.masked_unrotate(x, x.byte(), "rht32"), "has no seed"),
         (lambda x: q2.masked_unrotate(x, x.byte(), "h32"), "with a mask of"),
         (lambda x: q2.dequantize(x, x, SEED, "nvfp4", 4, x.dtype), "codes are torch.uint8"),
-    ],
-)
-def test_errors(call, said):
-    """Those that a call of q2compile.quantize can cause are ValueErrors (test_quantize.py)."""
-    with pytest.raises((ValueError, AssertionError), match=said):
-        call(torch.randn(4, 32))
+    ]:
+        with pytest.raises((ValueError, AssertionError), match=said):
+            call(torch.randn(4, 32))
 
 
 def test_a_named_kernel_is_that_kernel_or_an_error():

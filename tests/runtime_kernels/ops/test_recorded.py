@@ -28,6 +28,7 @@ from q2compile.runtime_kernels.ops import recorded
 from q2compile.runtime_kernels.ops.table import SPECS, QuantizerCall, rowwise_call
 from q2compile.runtime_kernels.registry import REFERENCE, bound
 from tests.support import quantizer_calls as made
+from tests.support.pairwise import pairwise
 
 q2 = torch.ops.q2
 EDEN = "nvfp4_ms_eden_pow2"
@@ -111,21 +112,24 @@ def measured(x, scheme, options):
     }
 
 
-@pytest.mark.parametrize("suffix", ["", SWIZZLED, DEQUANTIZED])
-@pytest.mark.parametrize("op", calls())
-def test_outputs_and_statistics(op, suffix):
-    call, operands = calls(suffix)[op]
-    wanted, found = call(), call.replace(recorded=True)()
-    for one, other in zip(found, wanted, strict=False):
-        assert torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
-    assert len(found) == len(wanted) + len(operands)
-    for sums, operand in zip(found[len(wanted) :], operands, strict=True):
-        values = named(sums)
-        for name, value in measured(*operand).items():
-            # Counts: an element in a tie of fp32 and fp64 may go either way.
-            tolerance = {"rel": 1e-5, "abs": 1e-6} if name not in ("zero", "saturated") else None
-            near = pytest.approx(value.item(), **(tolerance or {"abs": 2e-3}))
-            assert values[name] == near, name
+def test_outputs_and_statistics():
+    for op, suffix in pairwise(calls(), ["", SWIZZLED, DEQUANTIZED]):
+        call, operands = calls(suffix)[op]
+        wanted, found = call(), call.replace(recorded=True)()
+        for one, other in zip(found, wanted, strict=False):
+            assert torch.equal(
+                one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)
+            )
+        assert len(found) == len(wanted) + len(operands)
+        for sums, operand in zip(found[len(wanted) :], operands, strict=True):
+            values = named(sums)
+            for name, value in measured(*operand).items():
+                # Counts: an element in a tie of fp32 and fp64 may go either way.
+                tolerance = (
+                    {"rel": 1e-5, "abs": 1e-6} if name not in ("zero", "saturated") else None
+                )
+                near = pytest.approx(value.item(), **(tolerance or {"abs": 2e-3}))
+                assert values[name] == near, name
 
 
 @pytest.mark.parametrize("scheme", ["nvfp4_46_pow2", "nvfp4_16x16_pow2", "mxfp4_rtn"])
@@ -229,31 +233,30 @@ def _reference(call):
     return next(k for k in kernels(call.spec.name) if k.name == REFERENCE)
 
 
-@pytest.mark.parametrize("form, suffix", [(0, ""), (1, SWIZZLED), (2, DEQUANTIZED)])
-@pytest.mark.parametrize("op", LAUNCHES)
-def test_how_much_is_launched(op, form, suffix):
+def test_how_much_is_launched():
     """On a GPU launches are nearly all that statistics cost."""
-    constants.make(torch.device("cpu"))
-    call, _ = calls(suffix)[op]
-    with Launches() as counted:
-        _reference(call).function(*call.replace(recorded=True).positional)
-    assert counted.number <= LAUNCHES[op][form]
+    for op, (form, suffix) in pairwise(LAUNCHES, [(0, ""), (1, SWIZZLED), (2, DEQUANTIZED)]):
+        constants.make(torch.device("cpu"))
+        call, _ = calls(suffix)[op]
+        with Launches() as counted:
+            _reference(call).function(*call.replace(recorded=True).positional)
+        assert counted.number <= LAUNCHES[op][form]
 
 
-@pytest.mark.parametrize("suffix", ["", SWIZZLED, DEQUANTIZED])
-@pytest.mark.parametrize("op", LAUNCHES)
-def test_what_is_launched_has_been_loaded(op, suffix, monkeypatch):
+def test_what_is_launched_has_been_loaded(monkeypatch):
     """All ops that a recorded op calls are loaded, in their forms, because a call may be in a CUDA
     graph capture."""
-    call, _ = calls(suffix)[op]
-    args = call.replace(recorded=True).positional
     loaded = set()
     monkeypatch.setattr(recorded, "warm_up", lambda op, args: loaded.add(_with_scheme(op, args)))
-    reference = _reference(call)
-    reference.prepare(*args)
-    with Launches() as launched:
-        reference.function(*args)
-    assert launched.own <= loaded
+    for op, suffix in pairwise(LAUNCHES, ["", SWIZZLED, DEQUANTIZED]):
+        call, _ = calls(suffix)[op]
+        args = call.replace(recorded=True).positional
+        loaded.clear()
+        reference = _reference(call)
+        reference.prepare(*args)
+        with Launches() as launched:
+            reference.function(*args)
+        assert launched.own <= loaded
 
 
 def test_constants_are_made_before_a_call_or_not_kept():

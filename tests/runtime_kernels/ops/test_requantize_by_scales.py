@@ -11,6 +11,7 @@ from q2compile.runtime_kernels.numerics.scaled_codes import rounded_to_scales, s
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SCHEMES, SWIZZLED, get_scheme
 from q2compile.runtime_kernels.ops.requantize import rounds_by_scales
 from tests.support import quantizer_calls as calls
+from tests.support.pairwise import pairwise
 
 q2 = torch.ops.q2
 FORWARD, EDEN = "nvfp4_46_pow2", "nvfp4_ms_eden_pow2"
@@ -21,19 +22,21 @@ def bits(parts):
     return [p.reshape(-1).view(torch.uint8) for p in parts]
 
 
-@pytest.mark.parametrize("source", [FORWARD, FORWARD + SWIZZLED, "nvfp4_pow2"])
-@pytest.mark.parametrize("scheme", [EDEN, EDEN + DEQUANTIZED, "nvfp4_sr"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_bits_of_codes_requantized(source, scheme, dtype) -> None:
+def test_the_bits_of_codes_requantized() -> None:
     """Rows and columns of padding, blocks of zeros of either sign."""
-    x = torch.randn(150, 100, dtype=dtype)
-    x[:, 16:32] = 0.0
-    x[:, 32:48] = -0.0
-    codes, scales, global_scale = q2.quantize(x, scheme=source, rowwise=True, columnwise=False)
-    how = source, scheme, "rht128"
-    got = calls.by_scales(x, scales, global_scale, SEED, *how, 1)()
-    want = calls.again(codes, scales, global_scale, SEED, *how, 100, 1)()
-    assert all(map(torch.equal, bits(got), bits(want)))
+    for dtype, scheme, source in pairwise(
+        [torch.bfloat16, torch.float32],
+        [EDEN, EDEN + DEQUANTIZED, "nvfp4_sr"],
+        [FORWARD, FORWARD + SWIZZLED, "nvfp4_pow2"],
+    ):
+        x = torch.randn(150, 100, dtype=dtype)
+        x[:, 16:32] = 0.0
+        x[:, 32:48] = -0.0
+        codes, scales, global_scale = q2.quantize(x, scheme=source, rowwise=True, columnwise=False)
+        how = source, scheme, "rht128"
+        got = calls.by_scales(x, scales, global_scale, SEED, *how, 1)()
+        want = calls.again(codes, scales, global_scale, SEED, *how, 100, 1)()
+        assert all(map(torch.equal, bits(got), bits(want)))
 
 
 def test_under_subnormal_scales_codes_are_nearer() -> None:
