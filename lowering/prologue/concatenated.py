@@ -23,6 +23,7 @@ from torch._inductor.virtualized import V
 from q2compile.graph.node_meta import MAY_FUSE
 from q2compile.graph.quantizers import quantizer_of
 from q2compile.graph.views import RESHAPE, readers
+from q2compile.runtime_kernels.ops.table import QUANTIZE
 from q2compile.torch_internals.patches import replaces
 
 _aten = torch.ops.aten
@@ -55,7 +56,7 @@ def _is_kernel_call(node: fx.Node) -> bool:
     """Whether a node is a quantizer that is never an Inductor kernel, and that does not compute
     this operand in its prologue."""
     call = quantizer_of(node)
-    if call is None or not call.spec.is_lowered or call.recorded or call.dbias is not None:
+    if call is None or call.spec.name != QUANTIZE or call.recorded or call.dbias is not None:
         return False
     return call.grouped or (len(call.operands) > 1 and MAY_FUSE not in node.meta)
 
