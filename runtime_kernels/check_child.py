@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The child process that runs self-checks (`checks.serve`), from its parent's side.
 
-A thread of the parent sends one check after the other. The child sends a message when a check
+Threads of the parent send one check after the other. The child sends a message when a check
 begins, and one with the result when it ends; its other output goes to stderr. If it ends, or sends
 nothing for too long, the check that began last has a strike, and a new child goes on with the same
 check: the second strike rejects its kernel. The child ends with its parent, when it has been idle,
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
 import signal
 import subprocess
 import sys
@@ -35,7 +34,7 @@ SECONDS = 60.0  # a check may take: Triton compiles in some
 MOST_SLOWDOWN = 5.0  # of a busy machine, for which a check gets more time
 _LATER = 0.25  # of that, once one took longer: the next may well hang, too
 _STARTING = 180.0  # seconds for Python, torch and the first use of the device
-_IDLE = 20.0  # seconds, after which a child is ended: it holds memory of the device
+IDLE = 20.0  # seconds, after which a child ends: it holds memory of the device
 _STDERR = 600  # characters of its end
 _PROGRAM = (
     "import sys; sys.path[:] = {path!r}\n"
@@ -136,10 +135,8 @@ class Checker:
     """Runs checks one after the other in a child, which it starts when there is one to run."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._asked: queue.Queue[tuple[Request, Sequence[Future], Future]] = queue.Queue()
+        self._lock, self._turn = threading.Lock(), threading.Lock()
         self._futures: dict[Check, Future] = {}
-        self._thread: threading.Thread | None = None
         self._child: _Child | None = None
         self._unable: Unable | None = None
         self._limit = SECONDS
@@ -150,11 +147,9 @@ class Checker:
             future = self._futures.get(request.check)
             if future is None or (future.done() and isinstance(future.result(), Unable)):
                 future = self._futures[request.check] = Future()
-                self._asked.put((request, after, future))
-                if self._thread is None:  # one that does not keep the process from ending
-                    serving: Any = {"target": self._serve, "name": "q2-checks", "daemon": True}
-                    self._thread = threading.Thread(**serving)
-                    self._thread.start()
+                # A daemon does not keep the process from ending.
+                asked = request, after, future
+                threading.Thread(target=self._serve, args=asked, daemon=True).start()
         return future
 
     def forget(self) -> None:
@@ -168,19 +163,10 @@ class Checker:
         child, self._child = self._child, None
         return "" if child is None else child.end()
 
-    def _serve(self) -> None:
-        while True:
-            try:
-                request, after, future = self._asked.get(timeout=_IDLE)
-            except queue.Empty:
-                with self._lock:
-                    if not self._asked.empty():
-                        continue
-                    self.end_child()
-                    self._thread = None
-                    return
-            for each in after:
-                each.exception()  # the child meets it, too
+    def _serve(self, request: Request, after: Sequence[Future], future: Future) -> None:
+        for each in after:
+            each.exception()  # the child meets it, too
+        with self._turn:
             try:
                 future.set_result(self._result(request))
             except Exception as error:  # whatever it is, nobody may wait for ever
@@ -202,7 +188,7 @@ class Checker:
             if not began:
                 if fresh or waited is not None:  # it fails at something else than a kernel
                     self._unable = Unable(f"the process of self-checks {how}")
-                continue  # otherwise it ended after an earlier check, and a new child goes on
+                continue  # otherwise it ended between two checks, and a new child goes on
             why = f"the process that ran its self-check {how}"
             if waited is not None:
                 why = f"its self-check did not end within {waited:.0f} s"

@@ -38,6 +38,7 @@ from q2compile.runtime_kernels.check_child import (
     BEGUN,
     CHECKER,
     ENDED,
+    IDLE,
     LOST,
     MOST_SLOWDOWN,
     SECONDS,
@@ -91,16 +92,17 @@ _INSIDE: ContextVar[tuple[Check, ...]] = ContextVar("q2compile_checks", default=
 @contextmanager
 def answering(stored: bool = True, in_child: bool = True) -> Iterator[None]:
     """Answers otherwise meanwhile (_State), and not by the results of this process."""
-    before, known = (_State.stored, _State.in_child), dict(KNOWN.checks)
+    before, known = (_State.stored, _State.in_child), KNOWN.checks
     _State.stored, _State.in_child = stored, in_child
-    KNOWN.checks.clear()
+    KNOWN.checks = {}
+    KNOWN.choices.clear()
     CHECKER.forget()
     try:
         yield
     finally:
         _State.stored, _State.in_child = before
-        KNOWN.checks.clear()
-        KNOWN.checks.update(known)
+        KNOWN.checks = known
+        KNOWN.choices.clear()
 
 
 def forget() -> None:
@@ -297,7 +299,7 @@ def serve() -> None:
             tell(ENDED, (request, result))
 
     _State.in_child, _State.told = False, told
-    while True:
+    while asked.poll(IDLE):
         try:
             request, of_parent = asked.recv()
         except EOFError:

@@ -115,7 +115,7 @@ def choose(op: str, args: Sequence, graph: InGraph | None = None) -> Choice:
 
     graph: what is known of a call that Inductor lowers; None for a call that runs as an op.
     """
-    key = op, graph, assumed_capability(), *map(_descriptor, args)
+    key = op, graph, assumed_capability(), len(KNOWN.checks), *map(_descriptor, args)
     try:
         found = KNOWN.choices.get(key)
     except TypeError:  # a symbol has no hash

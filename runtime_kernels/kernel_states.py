@@ -74,9 +74,6 @@ class Reason(str):
     def __reduce__(self) -> tuple:
         return Reason, (str(self), self.state, self.traceback)
 
-    def __str__(self) -> str:
-        return str.__str__(self)
-
 
 def rejected(text: str, error: BaseException | None = None) -> Reason:
     """The reason of a kernel that failed. error: what it raised."""
@@ -105,27 +102,12 @@ class Result(NamedTuple):
     differs: bool = False
 
 
-class _Results(dict[tuple, Result]):
-    """Results of checks. Choices that were made before a new one hold no longer."""
-
-    def __init__(self, choices: dict) -> None:
-        super().__init__()
-        self._choices = choices
-
-    def __setitem__(self, check: tuple, result: Result) -> None:
-        super().__setitem__(check, result)
-        self._choices.clear()
-
-    def clear(self) -> None:
-        super().clear()
-        self._choices.clear()
-
-
 class KnownResults:
     """Everything that a process knows about kernels that passed or were rejected.
 
     calls: the kind of a call -> why the kernel was rejected for it.
-    choices: the kind of a call -> the kernel that runs it (registry.py), by all the rest.
+    choices: the kind of a call, and how many checks have ended -> the kernel that runs it, by all
+        the rest (choice.py).
     checks: a check -> its result: self-checks, on a GPU and a CPU, and first large GEMMs.
     sources: what did not compile -> the compiler's log, which takes seconds to get.
     warned: an op, a kernel and a device -> the first reason, of which the user was warned.
@@ -134,7 +116,7 @@ class KnownResults:
     def __init__(self) -> None:
         self.calls: dict[Hashable, Reason] = {}
         self.choices: dict[Hashable, Any] = {}
-        self.checks: dict[tuple, Result] = _Results(self.choices)
+        self.checks: dict[tuple, Result] = {}
         self.sources: dict[Hashable, str] = {}
         self.warned: dict[tuple[str, str, torch.device], str] = {}
 

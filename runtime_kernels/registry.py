@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ops of namespace q2 and the kernels behind them.
 
-`define` makes an op: schema, fake, and a body that dispatches on the device of its first tensor.
-`kernel` registers an implementation. A call runs the one that `choose` finds (choice.py): the first
-that serves the device and the arguments, the newest registration first, and at last the torch
-reference, which serves every call.
+`define` makes an op of its reference: schema, fake, and a body that dispatches on the device of its
+first tensor. `kernel` registers another implementation. A call runs the one that `choose` finds
+(choice.py): the first that serves the device and the arguments, the newest registration first, and
+at last the torch reference, which serves every call.
 
 `select` returns one implementation by name, and never another in its place.
 
@@ -75,8 +75,15 @@ _REFERENCES: dict[str, str] = {}  # op -> why its reference serves a GPU
 _AS_IT_IS = nullcontext()
 
 
-def define(schema: str, *, fake: Callable, tags: Sequence[torch.Tag] = ()) -> None:
-    """Makes torch.ops.q2.<name> from a schema, with a fake that must hold for symbolic shapes.
+def define(
+    schema: str,
+    *,
+    fake: Callable,
+    tags: Sequence[torch.Tag] = (),
+    prepare: Callable[..., None] = nothing,
+) -> Callable[[Callable], Callable]:
+    """Decorator of a reference: makes torch.ops.q2.<name> from a schema, with a fake that must hold
+    for symbolic shapes.
 
     The fake is the op's kernel for meta tensors, which FakeTensorMode calls, too. Each tensor that
     `torch.library.register_fake` makes goes through the dispatcher of fakes: a call of q2::quantize
@@ -102,6 +109,7 @@ def define(schema: str, *, fake: Callable, tags: Sequence[torch.Tag] = ()) -> No
     LIBRARY.define(schema, tags=(*own, *tags))
     LIBRARY.impl(name, call, "CompositeExplicitAutograd")
     LIBRARY.impl(name, call_fake, "Meta")
+    return kernel(name, REFERENCE, prepare=prepare)
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager[Any]:

@@ -75,7 +75,7 @@ def why_not_generated(device: torch.device, call: QuantizerCall) -> str | None:
         return f"on {device.type} the reference compiles faster than an Inductor kernel"
     if scheme.format == "mxfp4":
         return f"there is no Inductor kernel for {scheme.name}: none would be faster than cuda's"
-    if not call.spec.is_lowered or len(call.operands) > 1 or call.grouped:
+    if call.spec.name != QUANTIZE or len(call.operands) > 1 or call.grouped:
         return f"there is no Inductor kernel for {call.label}"
     if call.masked or call.dbias is not None:
         return f"Inductor kernels have one operand and no mask or dbias, unlike {call.label}"

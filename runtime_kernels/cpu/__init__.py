@@ -5,13 +5,13 @@ Inductor uses.
 
 build.py       csrc/ -> a library, compiled once by that compiler
 kernels.py     the entry points of the library
-quantize.py, dequantize.py, masked_unrotate.py
+quantize.py, dequantize.py
 
 Importing this registers the kernels. They are compiled or loaded when `build.begin` asks for it, or
 at the first call. Where there is no compiler, the references run.
 """
 
-from q2compile.runtime_kernels.cpu import build, dequantize, masked_unrotate, quantize
+from q2compile.runtime_kernels.cpu import build, dequantize, quantize
 from q2compile.runtime_kernels.registry import add_to_reports
 
 add_to_reports(build.reasons)

@@ -37,16 +37,15 @@ def dequantized(
     rows, width = codes.shape[0], 2 * codes.shape[1]
     codes = codes.contiguous()
     scales = plain_scales(scales, rows, ceil_div(width, scheme.width), scheme)
-    out = codes.new_empty((rows, columns), dtype=dtype)
+    written = dtype if dtype in kernels.TYPES else torch.float32
+    out = codes.new_empty((rows, columns), dtype=written)
     parts = codes.data_ptr(), scales.data_ptr(), kernels.pointer(global_scale), out.data_ptr()
-    how = kernels.TYPES[dtype], scheme.format == "mxfp4", scheme.block[0]
+    how = kernels.TYPES[written], scheme.format == "mxfp4", scheme.block[0]
     kernels.entry("q2_dequantize")(byref(kernels.Quantized(*parts, rows, width, columns, *how)))
-    return out
+    return out.to(dtype)
 
 
 def _no_dequantize(codes, scales, global_scale, scheme, cols, dtype) -> str | None:
-    if dtype not in kernels.TYPES:
-        return f"it writes bfloat16, float16 and float32, not {dtype}"
     if not get_scheme(scheme).has_block_scales:
         return "PyTorch's own operations convert codes without block scales"
     return None

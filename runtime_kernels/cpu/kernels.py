@@ -12,14 +12,12 @@ from typing import Any
 
 import torch
 
-from q2compile.runtime_kernels.choice import nothing
 from q2compile.runtime_kernels.cpu.build import library, why_missing
 from q2compile.runtime_kernels.numerics.transforms import FIXED_SIGN_SEED, Transform
 from q2compile.runtime_kernels.registry import CPP, kernel
 from q2compile.runtime_kernels.selfcheck import check_of
 
-TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-MATRIX, CODES, BY_SCALES = range(3)  # what a quantizer reads
+TYPES = {torch.bfloat16: 0, torch.float32: 1}
 STEPS = 8  # candidates of a scale search, at most
 
 
@@ -34,18 +32,16 @@ class CpuOperand(ctypes.Structure):
     _fields_ = _fields(
         a=("x", c_void_p),
         b=("rows columns row_stride column_stride", c_int64),
-        c=("type source", c_int32),
-        d=("source_scales source_global", c_void_p),
-        e=("scales_across", c_int64),
-        f=("source_is_mx source_height", c_int32),
-        g=("columnwise rounding selection exact height chunk rotated signs", c_int32),
-        h=("above", c_int32),
-        i=("rng_offset", c_uint32),
-        j=("vmax vmax_four inverse_vmax inverse_vmax_four cap amax_divisor", c_float),
-        k=("shrink global_scale_of_mx factor", c_float),
-        m=("steps", c_int32 * STEPS),
-        n=("step_count", c_int32),
-        o=("seed sign_seed factor_tensor amax shares codes scales global_scale mask", c_void_p),
+        c=("source_scales", c_void_p),
+        d=("scales_across", c_int64),
+        e=("type columnwise rounding selection exact height chunk rotated signs", c_int32),
+        f=("above", c_int32),
+        g=("rng_offset", c_uint32),
+        h=("vmax vmax_four inverse_vmax inverse_vmax_four cap amax_divisor", c_float),
+        i=("shrink global_scale_of_mx factor", c_float),
+        j=("steps", c_int32 * STEPS),
+        k=("step_count", c_int32),
+        l=("seed sign_seed factor_tensor amax shares codes scales global_scale mask", c_void_p),
     )
 
 
@@ -59,19 +55,7 @@ class Quantized(ctypes.Structure):
     )
 
 
-class Masked(ctypes.Structure):
-    """The struct of masked gradients in dequantize.h."""
-
-    _fields_ = _fields(
-        a=("grad mask out", c_void_p),
-        b=("rows width", c_int64),
-        c=("type rotated signs", c_int32),
-        d=("norm", c_float),
-        e=("sign_seed", c_void_p),
-    )
-
-
-def cpu_kernel(op: str, why_not: Callable[..., str | None] = nothing) -> Callable:
+def cpu_kernel(op: str, why_not: Callable[..., str | None]) -> Callable:
     """Decorator: registers a kernel of the library, which is checked before its first use in a
     process. why_not: None if it serves the arguments, otherwise the reason in words."""
 
@@ -84,11 +68,7 @@ def cpu_kernel(op: str, why_not: Callable[..., str | None] = nothing) -> Callabl
     return kernel(op, CPP, device_type="cpu", unsupported=unsupported, check=check_of)
 
 
-_STRUCTS = {
-    "q2_quantize": CpuOperand,
-    "q2_dequantize": Quantized,
-    "q2_masked_unrotate": Masked,
-}
+_STRUCTS = {"q2_quantize": CpuOperand, "q2_dequantize": Quantized}
 
 
 @cache

@@ -62,7 +62,6 @@ def _operand(scheme: Scheme, transform: Transform, columnwise: bool) -> kernels.
     """The fields that do not depend on tensors."""
     vmax, four = scheme.vmax, scheme.vmax / 1.5
     made = kernels.CpuOperand(
-        source_height=1,
         columnwise=columnwise,
         rounding=_rounding_of(scheme),
         selection=_SEARCH if scheme.steps else int(scheme.selects),
@@ -87,106 +86,70 @@ def _operand(scheme: Scheme, transform: Transform, columnwise: bool) -> kernels.
     return made
 
 
-class _Maker:
-    """Makes operands of one source, with the rounding of one call."""
+def _quantized(
+    call: QuantizerCall,
+    x: torch.Tensor,
+    columnwise: bool,
+    seed: torch.Tensor | None,
+    transform: Transform,
+    **more: Any,
+) -> list[torch.Tensor]:
+    """One operand of a call, from a matrix of any strides. more: fields of the struct."""
+    asked = call.scheme
+    scheme = asked.with_form("") if asked.form else asked
+    operand: kernels.CpuOperand = kernels.CpuOperand.from_buffer_copy(
+        _operand(scheme, transform, columnwise)
+    )
+    operand.rng_offset = call.args["rng_offset"]
+    x = x if x.dtype in kernels.TYPES else x.float()
+    rows, columns = x.shape
+    operand.x, operand.type = x.data_ptr(), kernels.TYPES[x.dtype]
+    operand.rows, operand.columns = rows, columns
+    operand.row_stride, operand.column_stride = x.stride()
+    size = (columns, rows) if columnwise else (rows, columns)
+    made = list(empty_quantized(x, *size, scheme, transform))
+    operand.codes, operand.scales, operand.global_scale = (part.data_ptr() for part in made)
+    if call.masked:
+        made.append(x.new_empty((size[0], made[0].shape[1] // 4), dtype=torch.uint8))
+        operand.mask = made[3].data_ptr()
+    operand.seed = kernels.pointer(seed)
+    operand.sign_seed = kernels.sign_seed(transform, seed)
+    for name, value in more.items():
+        setattr(operand, name, value)
+    kernels.entry("q2_quantize")(byref(operand))
+    return _in_form(asked, scheme, *made)
 
-    def __init__(self, call: QuantizerCall) -> None:
-        self.call = call
-        self.asked = call.scheme
-        self.scheme = self.asked.with_form("") if self.asked.form else self.asked
 
-    def of_matrix(
-        self, x: torch.Tensor, columnwise: bool, seed, transform: Transform, **more: Any
-    ) -> list[torch.Tensor]:
-        """Quantizes a matrix of any strides. more: fields of the operand."""
-        operand = self._new(columnwise, transform)
-        operand.type = kernels.TYPES[x.dtype]
-        operand.row_stride, operand.column_stride = x.stride()
-        rows, columns = x.shape
-        return self._run(operand, x, rows, columns, seed, transform, more)
-
-    def of_source(self, by_scales: bool, seed) -> list[torch.Tensor]:
-        """Requantizes codes with scales, or a matrix by given scales."""
-        x, scales, global_scale = (self.call.args[name] for name in self.call.spec.source)
-        scheme, columns = self.call.source_scheme, self.call.args["rows"]
-        assert scheme is not None
-        transform = self.call.transform
-        operand = self._new(True, transform)
-        if by_scales:
-            operand.type, operand.source = kernels.TYPES[x.dtype], kernels.BY_SCALES
-            width = columns = x.shape[1]
-        else:
-            operand.source, width = kernels.CODES, 2 * x.shape[1]
-        operand.row_stride, operand.column_stride = x.stride()
-        scales = plain_scales(scales, x.shape[0], ceil_div(width, scheme.width), scheme)
-        operand.source_scales, operand.scales_across = scales.data_ptr(), scales.shape[1]
-        operand.source_is_mx, operand.source_height = scheme.format == "mxfp4", scheme.block[0]
-        operand.source_global = global_scale.data_ptr()
-        more = {"factor_tensor": global_scale.data_ptr()}
-        return self._run(operand, x, x.shape[0], columns, seed, transform, more)
-
-    def _new(self, columnwise: bool, transform: Transform) -> kernels.CpuOperand:
-        fixed = _operand(self.scheme, transform, columnwise)
-        operand: kernels.CpuOperand = kernels.CpuOperand.from_buffer_copy(fixed)
-        operand.rng_offset = self.call.args["rng_offset"]
-        return operand
-
-    def _run(
-        self,
-        operand: kernels.CpuOperand,
-        x: torch.Tensor,
-        rows: int,
-        columns: int,
-        seed,
-        transform: Transform,
-        more: dict,
-    ) -> list[torch.Tensor]:
-        operand.x, operand.rows, operand.columns = x.data_ptr(), rows, columns
-        size = (columns, rows) if operand.columnwise else (rows, columns)
-        made = list(empty_quantized(x, *size, self.scheme, transform))
-        operand.codes, operand.scales, operand.global_scale = (part.data_ptr() for part in made)
-        if self.call.masked:
-            made.append(x.new_empty((size[0], made[0].shape[1] // 4), dtype=torch.uint8))
-            operand.mask = made[3].data_ptr()
-        operand.seed = kernels.pointer(seed)
-        operand.sign_seed = kernels.sign_seed(transform, seed)
-        for name, value in more.items():
-            setattr(operand, name, value)
-        kernels.entry("q2_quantize")(byref(operand))
-        return made
-
-    def in_form(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Codes and scales in the form that was asked for."""
-        codes, scales, global_scale, *mask = parts
-        if self.asked.swizzled:
-            scales = swizzle_32x4x4(scales).view(-1, 512)
-        elif self.asked.dequantized:
-            has_pow2_scale = self.scheme.has_pow2_scale
-            width = 2 * codes.shape[1]
-            codes = dequantized(
-                codes, scales, global_scale if has_pow2_scale else None, self.scheme, width
-            )
-            scales = scales.new_empty((0, 0))
-            global_scale = (
-                torch.where(global_scale.isnan(), global_scale, 1.0)
-                if has_pow2_scale
-                else global_scale
-            )
-        return [codes, scales, global_scale, *mask]
+def _in_form(
+    asked: Scheme,
+    scheme: Scheme,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    global_scale: torch.Tensor,
+    *mask: torch.Tensor,
+) -> list[torch.Tensor]:
+    """Codes and scales in the form that was asked for."""
+    if asked.swizzled:
+        scales = swizzle_32x4x4(scales).view(-1, 512)
+    elif asked.dequantized:
+        factor = global_scale if scheme.has_pow2_scale else None
+        codes = dequantized(codes, scales, factor, scheme, 2 * codes.shape[1])
+        scales = scales.new_empty((0, 0))
+        if factor is not None:
+            global_scale = torch.where(factor.isnan(), factor, 1.0)
+    return [codes, scales, global_scale, *mask]
 
 
 @kernels.cpu_kernel(QUANTIZE, lambda *args: _why_not(QuantizerCall.of(QUANTIZE, args)))
 def quantize(*args: Any) -> list[torch.Tensor]:
     """See ops/quantize.py."""
     call = op.checked_quantize(QuantizerCall.of(QUANTIZE, args))
-    maker, made = _Maker(call), []
-    amax = kernels.pointer(call.args["amax"])
+    made, amax = [], kernels.pointer(call.args["amax"])
     for columnwise, seed, _, transform in call.operands:
         if columnwise and call.grouped:
-            made += _in_groups(maker, call.x, seed)
+            made += _in_groups(call, call.x, seed)
         else:
-            how = columnwise, seed, transform
-            made += maker.in_form(maker.of_matrix(call.x, *how, amax=amax))
+            made += _quantized(call, call.x, columnwise, seed, transform, amax=amax)
     if call.dbias is not None:
         made.append(column_sums(call.x, call.dbias))
     return made
@@ -196,21 +159,26 @@ def quantize(*args: Any) -> list[torch.Tensor]:
 def requantize(*args: Any) -> list[torch.Tensor]:
     """See ops/requantize.py."""
     call = requantize_op.checked_requantize(QuantizerCall.of(REQUANTIZE, args))
-    maker, seed = _Maker(call), call.args["columnwise_seed"]
-    if not call.grouped:
-        return maker.in_form(maker.of_source(call.by_scales, seed))
-    codes, scales, global_scale = (call.args[name] for name in call.spec.source)
-    scheme, columns = call.source_scheme, call.args["rows"]
+    seed = call.args["columnwise_seed"]
+    x, scales, global_scale = (call.args[name] for name in call.spec.source)
+    scheme, more = call.source_scheme, {"factor_tensor": global_scale.data_ptr()}
     assert scheme is not None
-    x = dequantized(codes, scales, None, scheme, columns, torch.float32)
-    return _in_groups(maker, x, seed, factor_tensor=global_scale.data_ptr())
+    if call.by_scales:
+        scales = plain_scales(scales, x.shape[0], ceil_div(x.shape[1], scheme.width), scheme)
+        more |= {"source_scales": scales.data_ptr(), "scales_across": scales.shape[1]}
+    else:
+        x = dequantized(x, scales, None, scheme, call.args["rows"], torch.float32)
+    if call.grouped:
+        return _in_groups(call, x, seed, **more)
+    return _quantized(call, x, True, seed, call.transform, **more)
 
 
-def _in_groups(maker: _Maker, x: torch.Tensor, seed, **more: Any) -> list[torch.Tensor]:
+def _in_groups(
+    call: QuantizerCall, x: torch.Tensor, seed: torch.Tensor | None, **more: Any
+) -> list[torch.Tensor]:
     """The operand x columnwise, its rows in the groups of a call."""
-    ends = maker.call.args["offs"], maker.call.args["padded_offs"]
-    transform = maker.call.transform
-    laid, shares = lay_out(x, *ends, spread=spreads(maker.scheme, transform))
-    parts = maker.of_matrix(laid, True, seed, transform, shares=kernels.pointer(shares), **more)
-    codes, *rest = maker.in_form(parts)
+    ends, transform = (call.args["offs"], call.args["padded_offs"]), call.transform
+    laid, shares = lay_out(x, *ends, spread=spreads(call.scheme, transform))
+    more["shares"] = kernels.pointer(shares)
+    codes, *rest = _quantized(call, laid, True, seed, transform, **more)
     return [clear_tail(codes, ends[1]), *rest]

@@ -8,13 +8,10 @@ fuses into the kernel that produces x, a norm or an activation, and costs no ext
 import torch
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-from q2compile.runtime_kernels.ops.table import AMAX
-from q2compile.runtime_kernels.registry import REFERENCE, define, kernel
-
-define("amax(Tensor x) -> Tensor", fake=lambda x: x.new_empty((), dtype=torch.float32))
+from q2compile.runtime_kernels.registry import define
 
 
-@kernel(AMAX, REFERENCE)
+@define("amax(Tensor x) -> Tensor", fake=lambda x: x.new_empty((), dtype=torch.float32))
 def amax(x: torch.Tensor) -> torch.Tensor:
     """max |x| over the finite elements, an fp32 scalar; 0 if there are none. The global scale of a
     quantized operand is computed from it (numerics/blocks.py).

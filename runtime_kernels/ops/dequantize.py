@@ -17,7 +17,7 @@ import torch
 from q2compile.runtime_kernels.numerics.scaled_codes import scaled_codes
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.ops.argument_checks import check_quantized
-from q2compile.runtime_kernels.registry import REFERENCE, define, kernel
+from q2compile.runtime_kernels.registry import define
 
 
 def fake(codes, scales, global_scale, scheme, cols, dtype):
@@ -25,14 +25,11 @@ def fake(codes, scales, global_scale, scheme, cols, dtype):
     return codes.new_empty((codes.shape[0], cols), dtype=dtype)
 
 
-define(
+@define(
     "dequantize(Tensor codes, Tensor scales, Tensor? global_scale, str scheme, SymInt cols,"
     " ScalarType dtype) -> Tensor",
     fake=fake,
 )
-
-
-@kernel("dequantize", REFERENCE)
 def dequantize(
     codes: torch.Tensor,
     scales: torch.Tensor,

@@ -14,7 +14,7 @@ find the matrix and the index.
 import torch
 
 from q2compile.runtime_kernels.ops.argument_checks import check_quantized
-from q2compile.runtime_kernels.registry import REFERENCE, define, kernel
+from q2compile.runtime_kernels.registry import define
 
 
 def checked_gather_rows(codes: torch.Tensor, scales: torch.Tensor, rows: torch.Tensor) -> None:
@@ -35,10 +35,7 @@ def fake(codes, scales, rows):
     return codes.new_empty((count, codes.shape[1])), scales.new_empty((of_scales, scales.shape[1]))
 
 
-define("gather_rows(Tensor codes, Tensor scales, Tensor rows) -> (Tensor, Tensor)", fake=fake)
-
-
-@kernel("gather_rows", REFERENCE)
+@define("gather_rows(Tensor codes, Tensor scales, Tensor rows) -> (Tensor, Tensor)", fake=fake)
 def gather_rows(
     codes: torch.Tensor, scales: torch.Tensor, rows: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -24,7 +24,7 @@ import torch
 from q2compile.runtime_kernels.numerics.scaled_codes import scaled_codes
 from q2compile.runtime_kernels.numerics.schemes import Scheme, get_scheme
 from q2compile.runtime_kernels.ops.argument_checks import check_quantized
-from q2compile.runtime_kernels.registry import REFERENCE, define, kernel
+from q2compile.runtime_kernels.registry import define
 
 
 class Factor(NamedTuple):
@@ -77,15 +77,12 @@ def fake(*args: Any) -> torch.Tensor:
     return a.codes.new_empty((a.codes.shape[0], b.codes.shape[0]), dtype=args[-1])
 
 
-define(
+@define(
     "gemm(Tensor a_codes, Tensor a_scales, Tensor a_global,"
     " Tensor b_codes, Tensor b_scales, Tensor? b_global, Tensor? bias,"
     " str a_scheme, str b_scheme, ScalarType dtype) -> Tensor",
     fake=fake,
 )
-
-
-@kernel("gemm", REFERENCE)
 def gemm(*args: Any) -> torch.Tensor:
     """The reference: see the top of this file."""
     return product(args, _dequantized)

@@ -17,7 +17,7 @@ import torch
 
 from q2compile.runtime_kernels.ops import gemm as product
 from q2compile.runtime_kernels.ops import masked_unrotate as rotation
-from q2compile.runtime_kernels.registry import REFERENCE, define, kernel, warm_up
+from q2compile.runtime_kernels.registry import define, warm_up
 
 
 def _gemm_args(args: Sequence) -> tuple:
@@ -32,20 +32,18 @@ def fake(*args):
     return grad
 
 
-define(
-    "gemm_masked_unrotate(Tensor a_codes, Tensor a_scales, Tensor a_global,"
-    " Tensor b_codes, Tensor b_scales, Tensor? b_global, Tensor mask,"
-    " str a_scheme, str b_scheme, str transform, ScalarType dtype) -> Tensor",
-    fake=fake,
-)
-
-
 def _prepare(*args) -> None:
     warm_up("gemm", _gemm_args(args))
     warm_up("masked_unrotate", (fake(*args), args[6], args[9]))
 
 
-@kernel("gemm_masked_unrotate", REFERENCE, prepare=_prepare)
+@define(
+    "gemm_masked_unrotate(Tensor a_codes, Tensor a_scales, Tensor a_global,"
+    " Tensor b_codes, Tensor b_scales, Tensor? b_global, Tensor mask,"
+    " str a_scheme, str b_scheme, str transform, ScalarType dtype) -> Tensor",
+    fake=fake,
+    prepare=_prepare,
+)
 def gemm_masked_unrotate(*args: Any) -> torch.Tensor:
     """The reference: see the top of this file."""
     return torch.ops.q2.masked_unrotate(torch.ops.q2.gemm(*_gemm_args(args)), args[6], args[9])

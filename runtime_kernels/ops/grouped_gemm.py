@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from q2compile.runtime_kernels.ops.gemm import Factor, alpha_of, checked_factors, has_pow2_scales
-from q2compile.runtime_kernels.registry import REFERENCE, define, kernel
+from q2compile.runtime_kernels.registry import define
 
 
 def as_grouped(b: torch.Tensor, gemm: str, groups: int) -> torch.Tensor:
@@ -52,15 +52,12 @@ def fake(*args: Any) -> torch.Tensor:
     return a.codes.new_empty(result_shape(a, b, offs.shape[0], gemm), dtype=dtype)
 
 
-define(
+@define(
     "grouped_gemm(Tensor a_codes, Tensor a_scales, Tensor a_global,"
     " Tensor b_codes, Tensor b_scales, Tensor b_global, Tensor offs,"
     " str a_scheme, str b_scheme, str gemm, ScalarType dtype) -> Tensor",
     fake=fake,
 )
-
-
-@kernel("grouped_gemm", REFERENCE)
 def grouped_gemm(*args: Any) -> torch.Tensor:
     """The reference: see the top of this file."""
     (a, b), (offs, *_, gemm, dtype) = checked_factors("grouped_gemm", args), args[6:]

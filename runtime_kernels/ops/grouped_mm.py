@@ -10,7 +10,7 @@ group, from offs[E - 1] on, are zero there, and that torch.compile takes it in a
 
 import torch
 
-from q2compile.runtime_kernels.registry import REFERENCE, define, kernel
+from q2compile.runtime_kernels.registry import define
 
 
 def fake(a, b, offs):
@@ -19,10 +19,7 @@ def fake(a, b, offs):
     return a.new_empty((offs.shape[0], a.shape[0], b.shape[1]))
 
 
-define("grouped_mm(Tensor a, Tensor b, Tensor offs) -> Tensor", fake=fake)
-
-
-@kernel("grouped_mm", REFERENCE)
+@define("grouped_mm(Tensor a, Tensor b, Tensor offs) -> Tensor", fake=fake)
 def grouped_mm(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
     """See above. On CUDA this serves operands that are not bf16. torch reads their offsets on the
     host, once for each call."""

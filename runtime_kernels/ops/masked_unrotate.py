@@ -17,7 +17,7 @@ from q2compile.runtime_kernels.numerics.layout import Tiling, unpack_bits
 from q2compile.runtime_kernels.numerics.quantize_tiles import rotate_tiles_back
 from q2compile.runtime_kernels.numerics.transforms import Transform, get_transform
 from q2compile.runtime_kernels.ops.argument_checks import check_operand
-from q2compile.runtime_kernels.registry import REFERENCE, define, kernel
+from q2compile.runtime_kernels.registry import define
 
 
 def checked_masked_unrotate(grad: torch.Tensor, mask: torch.Tensor, transform: str) -> Transform:
@@ -38,9 +38,6 @@ def fake(grad, mask, transform):
     return grad.new_empty(grad.shape)
 
 
-define("masked_unrotate(Tensor grad, Tensor mask, str transform) -> Tensor", fake=fake)
-
-
 def checked_shapes(grad: torch.Tensor, mask: torch.Tensor, transform: str) -> Transform:
     """The transform by name."""
     rotation = checked_masked_unrotate(grad, mask, transform)
@@ -55,7 +52,7 @@ def check_shape(shape: Sequence[int], mask: torch.Tensor, rotation: Transform) -
     assert right, f"q2::masked_unrotate of {list(shape)}, with a mask of {want}"
 
 
-@kernel("masked_unrotate", REFERENCE)
+@define("masked_unrotate(Tensor grad, Tensor mask, str transform) -> Tensor", fake=fake)
 def masked_unrotate(grad: torch.Tensor, mask: torch.Tensor, transform: str) -> torch.Tensor:
     """The reference: see the top of this file."""
     rotation = checked_shapes(grad, mask, transform)

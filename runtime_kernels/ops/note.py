@@ -24,14 +24,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from q2compile.runtime_kernels.registry import REFERENCE, define, kernel
+from q2compile.runtime_kernels.registry import define
 
 SINKS: dict[str, Callable[[Sequence[torch.Tensor], str], None]] = {}
-
-define(
-    "mark(Tensor codes, Tensor scales) -> Tensor",
-    fake=lambda codes, scales: codes.new_empty((), dtype=_dtype_of_mark(codes, scales)),
-)
 
 
 def _dtype_of_mark(codes: torch.Tensor, scales: torch.Tensor) -> torch.dtype:
@@ -43,7 +38,10 @@ def _dtype_of_mark(codes: torch.Tensor, scales: torch.Tensor) -> torch.dtype:
     return torch.int8 if scales.dtype == torch.float8_e4m3fn else torch.uint8
 
 
-@kernel("mark", REFERENCE)
+@define(
+    "mark(Tensor codes, Tensor scales) -> Tensor",
+    fake=lambda codes, scales: codes.new_empty((), dtype=_dtype_of_mark(codes, scales)),
+)
 def mark(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """See above."""
     dtype = _dtype_of_mark(codes, scales)
@@ -58,13 +56,10 @@ def mark(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return values.amax()
 
 
-define(
+@define(
     "stack_marks(Tensor[] marks) -> Tensor",
     fake=lambda marks: marks[0].new_empty((len(marks),), dtype=torch.float32),
 )
-
-
-@kernel("stack_marks", REFERENCE)
 def stack_marks(marks: Sequence[torch.Tensor]) -> torch.Tensor:
     """See above. Takes a few kernels for any number of marks."""
     of_each: dict[int, torch.Tensor] = {}
@@ -78,13 +73,10 @@ def stack_marks(marks: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack([of_each[i] for i in range(len(marks))])
 
 
-define(
+@define(
     "note(Tensor(a!)[] noted, str place, str layout) -> ()",
     fake=lambda noted, place, layout: None,
 )
-
-
-@kernel("note", REFERENCE)
 def note(noted: Sequence[torch.Tensor], place: str, layout: str) -> None:
     """See above."""
     sink = SINKS.get(place)

@@ -11,7 +11,7 @@ import torch
 
 from q2compile.runtime_kernels.numerics import groups
 from q2compile.runtime_kernels.ops.argument_checks import check_groups
-from q2compile.runtime_kernels.registry import REFERENCE, define, kernel
+from q2compile.runtime_kernels.registry import define
 
 
 def fake(offs, filled):
@@ -19,10 +19,7 @@ def fake(offs, filled):
     return torch.empty_like(offs)
 
 
-define("padded_ends(Tensor offs, bool filled=False) -> Tensor", fake=fake)
-
-
-@kernel("padded_ends", REFERENCE)
+@define("padded_ends(Tensor offs, bool filled=False) -> Tensor", fake=fake)
 def padded_ends(offs: torch.Tensor, filled: bool) -> torch.Tensor:
     """The reference: see the top of this file."""
     check_groups("padded_ends", offs)

@@ -49,7 +49,7 @@ from q2compile.runtime_kernels.ops.argument_checks import (
 )
 from q2compile.runtime_kernels.ops.recorded import empty_statistics, prepare_recorded, recorded
 from q2compile.runtime_kernels.ops.table import QUANTIZE, QuantizerCall
-from q2compile.runtime_kernels.registry import REFERENCE, define, kernel
+from q2compile.runtime_kernels.registry import define
 
 DBIAS_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
@@ -118,17 +118,15 @@ def fake(*args: Any) -> list[torch.Tensor]:
     return [*made, *empty_statistics(call)]
 
 
-define(
+@define(
     "quantize(Tensor x, *, str scheme, str transform='none', bool rotate_rows=True,"
     " bool rowwise, bool columnwise, Tensor? amax=None, Tensor? rowwise_seed=None,"
     " Tensor? columnwise_seed=None, int rng_offset=0, Tensor? offs=None,"
     " Tensor? padded_offs=None, bool mask=False, ScalarType? dbias=None,"
     " bool recorded=False) -> Tensor[]",
     fake=fake,
+    prepare=prepare_recorded(QUANTIZE),
 )
-
-
-@kernel(QUANTIZE, REFERENCE, prepare=prepare_recorded(QUANTIZE))
 def quantize(*args: Any) -> list[torch.Tensor]:
     """The reference: see the top of this file."""
     call = checked_quantize(QuantizerCall.of(QUANTIZE, args))

@@ -39,7 +39,7 @@ from q2compile.runtime_kernels.numerics.statistics import (
 from q2compile.runtime_kernels.numerics.swizzle import unswizzle_32x4x4
 from q2compile.runtime_kernels.numerics.transforms import Transform, get_transform
 from q2compile.runtime_kernels.ops.table import DEQUANTIZE, QuantizerCall
-from q2compile.runtime_kernels.registry import REFERENCE, define, kernel, warm_up
+from q2compile.runtime_kernels.registry import define, warm_up
 
 _ANY_SIGNS = "rht128"  # the kernel is the same for each transform with signs
 
@@ -176,18 +176,10 @@ def _empty_sums(like: torch.Tensor) -> torch.Tensor:
     return like.new_empty((len(SUMS),), dtype=torch.float64)
 
 
-define(
+@define(
     "statistics_of_codes(Tensor codes, Tensor scales, Tensor global_scale, str scheme) -> Tensor",
     fake=lambda codes, *_: _empty_sums(codes),
 )
-define(
-    "statistics_of_operand(Tensor x, Tensor codes, Tensor scales, Tensor global_scale, str scheme)"
-    " -> Tensor",
-    fake=lambda x, *_: _empty_sums(x),
-)
-
-
-@kernel("statistics_of_codes", REFERENCE)
 def codes_alone(codes, scales, global_scale, scheme) -> torch.Tensor:
     """See above. Not for codes @bf16."""
     spec = get_scheme(scheme)
@@ -195,7 +187,11 @@ def codes_alone(codes, scales, global_scale, scheme) -> torch.Tensor:
     return sums_of_codes(*of_rows(codes, scales, spec, sample), global_scale, spec)
 
 
-@kernel("statistics_of_operand", REFERENCE)
+@define(
+    "statistics_of_operand(Tensor x, Tensor codes, Tensor scales, Tensor global_scale, str scheme)"
+    " -> Tensor",
+    fake=lambda x, *_: _empty_sums(x),
+)
 def operand_and_codes(x, codes, scales, global_scale, scheme) -> torch.Tensor:
     """See above."""
     parts = (codes, scales, global_scale)
@@ -209,10 +205,7 @@ def _sampled_codes_fake(codes):
     return codes.new_empty((rows, codes.shape[1]), dtype=torch.uint8)
 
 
-define("sampled_codes(Tensor codes) -> Tensor", fake=_sampled_codes_fake)
-
-
-@kernel("sampled_codes", REFERENCE)
+@define("sampled_codes(Tensor codes) -> Tensor", fake=_sampled_codes_fake)
 def sampled_codes(codes: torch.Tensor) -> torch.Tensor:
     """A copy of 4-bit or 8-bit codes [M, n] as bytes: of all rows, or of groups spread evenly."""
     stored = codes.view(torch.uint8)

@@ -41,7 +41,7 @@ from q2compile.runtime_kernels.ops.quantize import (
 )
 from q2compile.runtime_kernels.ops.recorded import empty_statistics, prepare_recorded, recorded
 from q2compile.runtime_kernels.ops.table import REQUANTIZE, QuantizerCall
-from q2compile.runtime_kernels.registry import REFERENCE, define, kernel
+from q2compile.runtime_kernels.registry import define
 
 
 def rounds_by_scales(scheme: Scheme) -> bool:
@@ -83,16 +83,14 @@ def fake(*args: Any) -> list[torch.Tensor]:
     return [*made, *empty_statistics(call)]
 
 
-define(
+@define(
     "requantize(Tensor source, Tensor scales, Tensor global_scale, *, str source_scheme,"
     " str scheme, str transform, SymInt rows, Tensor? columnwise_seed=None, int rng_offset=0,"
     " Tensor? offs=None, Tensor? padded_offs=None, bool by_scales=False, bool recorded=False)"
     " -> Tensor[]",
     fake=fake,
+    prepare=prepare_recorded(REQUANTIZE),
 )
-
-
-@kernel(REQUANTIZE, REFERENCE, prepare=prepare_recorded(REQUANTIZE))
 def requantize(*args: Any) -> list[torch.Tensor]:
     """The reference: see the top of this file."""
     call = checked_requantize(QuantizerCall.of(REQUANTIZE, args))

@@ -20,7 +20,7 @@ graph's memory, and each replay increases it.
 import torch
 
 from q2compile.runtime_kernels.numerics.seeds import seeds
-from q2compile.runtime_kernels.registry import REFERENCE, define, kernel
+from q2compile.runtime_kernels.registry import define
 
 _COUNTERS: dict[tuple[int, torch.device], torch.Tensor] = {}
 
@@ -43,20 +43,14 @@ def forget_counters() -> None:
     _COUNTERS.clear()
 
 
-def fake_seed(anchor, seed_index, key):
-    return anchor.new_empty((), dtype=torch.int64)
-
-
-def fake_draw(anchor, key, count):
+def fake(anchor, *_):
     return anchor.new_empty((), dtype=torch.int64)
 
 
 _RANDOM = (torch.Tag.nondeterministic_seeded,)
-define("seed(Tensor anchor, int seed_index, int? key=None) -> Tensor", fake=fake_seed, tags=_RANDOM)
-define("draw(Tensor anchor, int key, int count) -> Tensor", fake=fake_draw, tags=_RANDOM)
 
 
-@kernel("seed", REFERENCE)
+@define("seed(Tensor anchor, int seed_index, int? key=None) -> Tensor", fake=fake, tags=_RANDOM)
 def seed(anchor: torch.Tensor, seed_index: int, key: int | None) -> torch.Tensor:
     """See above. int64, 0-dim, on anchor's device."""
     if key is None:
@@ -64,7 +58,7 @@ def seed(anchor: torch.Tensor, seed_index: int, key: int | None) -> torch.Tensor
     return seeds(draw(anchor, key, 1), 1, key)[0]
 
 
-@kernel("draw", REFERENCE)
+@define("draw(Tensor anchor, int key, int count) -> Tensor", fake=fake, tags=_RANDOM)
 def draw(anchor: torch.Tensor, key: int, count: int) -> torch.Tensor:
     """See above."""
     of_key = counter(key, anchor.device)

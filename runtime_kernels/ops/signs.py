@@ -10,7 +10,7 @@ takes some 160 small operations.
 import torch
 
 from q2compile.runtime_kernels.numerics.transforms import Transform, get_transform, signs_of
-from q2compile.runtime_kernels.registry import REFERENCE, define, kernel
+from q2compile.runtime_kernels.registry import define
 
 
 def checked_signs(transform: str) -> Transform:
@@ -20,15 +20,12 @@ def checked_signs(transform: str) -> Transform:
     return rotation
 
 
-define(
+@define(
     "signs(Tensor seed, str transform) -> Tensor",
     fake=lambda seed, transform: seed.new_empty(
         (checked_signs(transform).size,), dtype=torch.float32
     ),
 )
-
-
-@kernel("signs", REFERENCE)
 def signs(seed: torch.Tensor, transform: str) -> torch.Tensor:
     """The reference: see the top of this file."""
     drawn = signs_of(checked_signs(transform), seed, seed.device)

@@ -19,7 +19,7 @@ from q2compile.runtime_kernels.numerics.layout import scales_shape
 from q2compile.runtime_kernels.numerics.nvfp4 import pow2_global_scale
 from q2compile.runtime_kernels.numerics.schemes import Scheme, get_scheme
 from q2compile.runtime_kernels.numerics.swizzle import swizzle_32x4x4
-from q2compile.runtime_kernels.registry import REFERENCE, define, kernel
+from q2compile.runtime_kernels.registry import define
 
 
 def splits_scales(scheme: Scheme) -> bool:
@@ -43,10 +43,7 @@ def fake(raw_scale, scheme):
     return raw_scale.new_empty(shape, dtype=torch.float8_e4m3fn), raw_scale.new_empty(())
 
 
-define("split_scales(Tensor raw_scale, str scheme) -> (Tensor, Tensor)", fake=fake)
-
-
-@kernel("split_scales", REFERENCE)
+@define("split_scales(Tensor raw_scale, str scheme) -> (Tensor, Tensor)", fake=fake)
 def split_scales(raw_scale: torch.Tensor, scheme: str) -> tuple[torch.Tensor, torch.Tensor]:
     """The reference: see the top of this file."""
     spec = checked_split_scales(raw_scale, scheme)

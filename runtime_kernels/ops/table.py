@@ -45,17 +45,10 @@ MASK = 3  # the output that is the trust mask, of a call that has one
 
 @dataclass(frozen=True)
 class OpSpec:
-    """A quantizing op.
-
-    source       the arguments that it quantizes
-    is_lowered   it may become an Inductor kernel (lowering/inductor_kernels/quantize.py)
-    is_fusable   our kernel may compute its operand instead of reading it (prologue fusion)
-    """
+    """A quantizing op. source: the arguments that it quantizes."""
 
     name: str
     source: tuple[str, ...]
-    is_lowered: bool
-    is_fusable: bool
 
     @property
     def overload(self) -> torch._ops.OpOverload:
@@ -63,16 +56,8 @@ class OpSpec:
 
 
 SPECS = {
-    spec.name: spec
-    for spec in (
-        OpSpec(QUANTIZE, ("x",), is_lowered=True, is_fusable=True),
-        OpSpec(
-            REQUANTIZE,
-            ("source", "scales", "global_scale"),
-            is_lowered=False,
-            is_fusable=False,
-        ),
-    )
+    QUANTIZE: OpSpec(QUANTIZE, ("x",)),
+    REQUANTIZE: OpSpec(REQUANTIZE, ("source", "scales", "global_scale")),
 }
 
 
@@ -274,6 +259,5 @@ def rowwise_call(scheme: str, x: Any = None, **args: Any) -> QuantizerCall:
 def kernel_names() -> tuple[str, ...]:
     """Names by which kernels can be disabled, alone and with their op."""
     pairs = [(op, k.name) for op in ops() for k in kernels(op) if k.name != REFERENCE]
-    pairs += [(spec.name, INDUCTOR) for spec in SPECS.values() if spec.is_lowered]
-    pairs += [(spec.name, FUSED) for spec in SPECS.values() if spec.is_fusable]
+    pairs += [(QUANTIZE, INDUCTOR), (QUANTIZE, FUSED)]
     return (*sorted({name for _, name in pairs}), *sorted(f"{op}.{name}" for op, name in pairs))

@@ -24,7 +24,7 @@ from q2compile.runtime_kernels.numerics.formats import power_of_two
 from q2compile.runtime_kernels.numerics.scaled_codes import scaled_codes
 from q2compile.runtime_kernels.numerics.schemes import Scheme, get_scheme
 from q2compile.runtime_kernels.ops.argument_checks import check_quantized
-from q2compile.runtime_kernels.registry import REFERENCE, define, kernel
+from q2compile.runtime_kernels.registry import define
 
 _LEAST = 7  # the bits of a scale of 2^-120
 
@@ -43,13 +43,10 @@ def fake(codes, scales, global_scale, scheme):
     return codes.new_empty(shape, dtype=torch.float8_e4m3fn), global_scale.new_empty(())
 
 
-define(
+@define(
     "to_e4m3(Tensor codes, Tensor scales, Tensor global_scale, str scheme) -> (Tensor, Tensor)",
     fake=fake,
 )
-
-
-@kernel("to_e4m3", REFERENCE)
 def to_e4m3(
     codes: torch.Tensor, scales: torch.Tensor, global_scale: torch.Tensor, scheme: str
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,7 +18,7 @@ import torch
 from q2compile.runtime_kernels.numerics.layout import ceil_div, scales_shape, unpack
 from q2compile.runtime_kernels.numerics.schemes import SCHEMES, SWIZZLED, Scheme, get_scheme
 from q2compile.runtime_kernels.numerics.swizzle import swizzle_32x4x4
-from q2compile.runtime_kernels.registry import REFERENCE, define, kernel
+from q2compile.runtime_kernels.registry import define
 
 
 def checked_transpose(scheme: str) -> Scheme:
@@ -58,14 +58,11 @@ def fake(codes, scales, scheme, rows, swizzled=False):
     return codes.new_empty(of_codes), scales.new_empty(of_scales)
 
 
-define(
+@define(
     "transpose(Tensor codes, Tensor scales, str scheme, SymInt rows, bool swizzled=False)"
     " -> (Tensor, Tensor)",
     fake=fake,
 )
-
-
-@kernel("transpose", REFERENCE)
 def transpose(
     codes: torch.Tensor, scales: torch.Tensor, scheme: str, rows: int, swizzled: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,7 +14,7 @@ from q2compile.graph.nodes import needed_behind
 from q2compile.graph.quantizers import quantizer_of, quantizers
 from q2compile.graph.storages import Storage, storages
 from q2compile.graph.views import ELEMENTS, is_pointwise, kind_of
-from q2compile.runtime_kernels.ops.table import QuantizerCall
+from q2compile.runtime_kernels.ops.table import QUANTIZE, QuantizerCall
 
 
 def fuse_rotations_pass(graph: fx.Graph) -> int:
@@ -70,7 +70,7 @@ def _may_fuse(call: QuantizerCall) -> bool:
     """Whether a quantizer may compute its operand. Not rowwise ones without rotation or mask:
     Inductor kernels fuse already. Not grouped ones, whose kernel reads its operand."""
     return (
-        call.spec.is_fusable
+        call.spec.name == QUANTIZE
         and not call.grouped
         and (call.masked or call.rotated or call.columnwise)
     )

@@ -16,7 +16,7 @@ from q2compile.graph.quantizers import quantizer_of
 from q2compile.runtime_kernels.cuda.quantize.grouping import Tail, groups_of
 from q2compile.runtime_kernels.cuda.quantize.plan import tail_launch_of_scheme
 from q2compile.runtime_kernels.ops.split_scales import splits_scales
-from q2compile.runtime_kernels.ops.table import GEMM, SPLIT_SCALES, QuantizerCall
+from q2compile.runtime_kernels.ops.table import GEMM, QUANTIZE, SPLIT_SCALES, QuantizerCall
 from q2compile.runtime_kernels.registry import CUBLASLT_FP4
 
 _A, _B = 2, 5  # the global scales of a GEMM, among its arguments
@@ -72,7 +72,7 @@ def _is_launched(call: QuantizerCall) -> bool:
     if choice_of(call.spec.name, call.positional).launching is not None:
         return True
     scheme = call.scheme
-    if not call.spec.is_lowered or scheme.dequantized or not splits_scales(scheme):
+    if call.spec.name != QUANTIZE or scheme.dequantized or not splits_scales(scheme):
         return False
     raw_scales = call.x.meta["val"].new_empty((1, 1), dtype=torch.float32)
     return choice_of(SPLIT_SCALES, (raw_scales, scheme.name)).launching is not None

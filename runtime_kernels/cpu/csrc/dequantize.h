@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Dequantizing, and the backward of QuEST's quantizer.
+// Dequantizing.
 #pragma once
 #include "quantize.h"
 
@@ -21,7 +21,7 @@ inline void write(void* out, int32_t type, int64_t at, const F& x, int count) {
         return;
     }
     int32_t words[LANES];
-    store(words, type == BF16 ? to_bf16(x) : to_fp16(x));
+    store(words, to_bf16(x));
     uint16_t halves[LANES];
     for (int i = 0; i < LANES; i++) halves[i] = (uint16_t)words[i];
     std::memcpy((uint16_t*)out + at, halves, 2 * count);
@@ -45,60 +45,6 @@ inline void dequantize(const Quantized& q) {
             if (q.global_scale) x = x * fill(global_scale);
             int64_t left = q.columns - column;
             write(q.out, q.type, row * q.columns + column, x, (int)(left < LANES ? left : LANES));
-        }
-    }
-}
-
-// kernels.py has the same struct.
-struct Masked {
-    const void* grad;     // [rows, width], contiguous, as all of these
-    const uint8_t* mask;  // [rows, width / 8]
-    void* out;
-    int64_t rows, width;
-    int32_t type, rotated, signs;
-    float norm;
-    const int64_t* sign_seed;
-};
-
-template <Type TYPE>
-inline void masked_unrotate(const Masked& m) {
-    float signs[LARGEST_CHUNK];
-    if (m.signs) signs_of(*m.sign_seed, signs);
-    // Chunks of whole registers: a rotation by 1 is none.
-    const int64_t chunk = m.rotated > 1 ? m.rotated : LANES, chunks = m.rows * m.width / chunk;
-    const int64_t tail = m.rows * m.width - chunks * chunk;
-    const int64_t all = chunks + (tail ? 1 : 0);
-#pragma omp parallel for schedule(static) if (m.rows * m.width > ALONE)
-    for (int64_t tile = 0; tile < (all + LANES - 1) / LANES; tile++) {
-        F x[LARGEST_CHUNK];
-        for (int part = 0; part < chunk; part += LANES) {
-            F lanes[LANES];
-            for (int lane = 0; lane < LANES; lane++) {
-                int64_t at = (tile * LANES + lane) * chunk + part, left = m.rows * m.width - at;
-                if (left <= 0) {
-                    lanes[lane] = fill(0.0f);
-                    continue;
-                }
-                int count = (int)(left < LANES ? left : LANES);
-                int32_t trusted[LANES];
-                for (int i = 0; i < LANES; i++)
-                    trusted[i] = i < count ? -(m.mask[(at + i) / 8] >> (at + i) % 8 & 1) : 0;
-                lanes[lane] = select(load(trusted), some<TYPE>(m.grad, at, 1, count), fill(0.0f));
-            }
-            transpose(lanes, x + part);
-        }
-        if (m.rotated > 1) hadamard(x, m.rotated);
-        for (int k = 0; k < chunk; k++) {
-            x[k] = x[k] * fill(m.norm);
-            if (m.signs && m.rotated > 1) x[k] = x[k] * fill(signs[k]);
-        }
-        for (int part = 0; part < chunk; part += LANES) {
-            F lanes[LANES];
-            transpose(x + part, lanes);
-            for (int lane = 0; lane < LANES; lane++) {
-                int64_t at = (tile * LANES + lane) * chunk + part, left = m.rows * m.width - at;
-                if (left > 0) write(m.out, m.type, at, lanes[lane], (int)(left < LANES ? left : LANES));
-            }
         }
     }
 }

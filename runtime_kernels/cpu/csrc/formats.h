@@ -103,30 +103,15 @@ inline F keep_4_bits(const F& x) {
 inline I exponent_of(const F& x) { return (bits(x) >> 23) - fill(127); }
 inline F power_of_two(const I& exponent) { return as_float((exponent + fill(127)) << 23); }
 
-// ---- wider formats ----
+// ---- bf16; torch converts fp16 from fp32 and to it ----
 
-enum Type { BF16 = 0, FP16 = 1, FP32 = 2 };
+enum Type { BF16 = 0, FP32 = 1 };
 
 inline F from_bf16(const I& word) { return as_float(word << 16); }
-inline F from_fp16(const I& word) {
-    I own = (word & fill(0x7FFF)) << 13;
-    I size = bits(as_float(own) * fill(5.192296858534828e33f));  // 2^112
-    size = select((word & fill(0x7C00)) == fill(0x7C00), own | fill(EXPONENT), size);
-    return as_float(size | ((word & fill(0x8000)) << 16));
-}
 inline I to_bf16(const F& x) {
     I own = bits(x);
     I rounded = shift_right(own + fill(0x7FFF) + (shift_right(own, 16) & fill(1)), 16);
     return select(x == x, rounded, fill(0x7FC0));
-}
-inline I to_fp16(const F& x) {
-    I own = bits(x), size = own & fill(0x7FFFFFFF);
-    I normal = shift_right(size + fill((int32_t)0xC8000FFF) + (shift_right(size, 13) & fill(1)), 13);
-    I subnormal = bits(as_float(size) + fill(0.5f)) - fill(0x3F000000);
-    I half = select(size < fill(0x38800000), subnormal, normal);
-    half = select(size < fill(0x47800000), half, fill(0x7C00));
-    half = select(size > fill(EXPONENT), fill(0x7E00), half);
-    return half | (shift_right(own, 16) & fill(0x8000));
 }
 
 // ---- Philox4x32, of 10 rounds for signs and 7 for random bits ----

@@ -6,11 +6,4 @@ extern "C" {
 
 void q2_quantize(const q2::Operand* o) { q2::quantize(*o); }
 void q2_dequantize(const q2::Quantized* q) { q2::dequantize(*q); }
-void q2_masked_unrotate(const q2::Masked* m) {
-    switch (m->type) {
-        case q2::BF16: return q2::masked_unrotate<q2::BF16>(*m);
-        case q2::FP16: return q2::masked_unrotate<q2::FP16>(*m);
-        default: return q2::masked_unrotate<q2::FP32>(*m);
-    }
-}
 }

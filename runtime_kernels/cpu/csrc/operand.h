@@ -7,30 +7,25 @@ namespace q2 {
 
 constexpr int LARGEST_CHUNK = 128;
 
-enum Source { MATRIX = 0, CODES = 1, BY_SCALES = 2 };
 enum Rounding { NEAREST = 0, STOCHASTIC = 1, MS_EDEN = 2, MX_NEAREST = 3, MX_STOCHASTIC = 4, QUEST = 5 };
 enum Selection { NONE = 0, FOUR_SIX = 1, SEARCH = 2 };
-enum Signs { NO_SIGNS = 0, OWN_SIGNS = 1 };
 
 // kernels.py has the same struct.
 struct Operand {
-    // The source: a matrix of rows x columns, or the codes or the matrix of a requantization.
+    // The source: a matrix of rows x columns, which may have to be rounded to given scales first.
     const void* x;
     int64_t rows, columns, row_stride, column_stride;
-    int32_t type, source;
-    const uint8_t* source_scales;  // contiguous, one for 16 or 32 columns
-    const float* source_global;
+    const uint8_t* source_scales;  // or null; contiguous, one for 16 columns
     int64_t scales_across;
-    int32_t source_is_mx, source_height;  // rows that share a scale
     // How.
-    int32_t columnwise, rounding, selection, exact, height, chunk, rotated, signs;
+    int32_t type, columnwise, rounding, selection, exact, height, chunk, rotated, signs;
     int32_t above;  // added to the bits of a block's largest, of which MXFP4's scale is the exponent (mxfp4.py)
     uint32_t rng_offset;
     float vmax, vmax_four, inverse_vmax, inverse_vmax_four, cap, amax_divisor, shrink, global_scale_of_mx, factor;
     int32_t steps[8], step_count;
     const int64_t* seed;
     const int64_t* sign_seed;
-    const float* factor_tensor;  // or null
+    const float* factor_tensor;  // or null; of given scales, their global scale
     const float* amax;           // or null
     const float* shares;         // or null, one for each chunk
     // The outputs.
@@ -94,8 +89,7 @@ inline I words_of(const uint16_t* from) {
 template <Type TYPE>
 inline F sixteen(const void* x, int64_t at) {
     if (TYPE == FP32) return load((const float*)x + at);
-    I words = words_of((const uint16_t*)x + at);
-    return TYPE == BF16 ? from_bf16(words) : from_fp16(words);
+    return from_bf16(words_of((const uint16_t*)x + at));
 }
 
 // `count` elements, `stride` apart; zeros after them.
@@ -105,7 +99,7 @@ inline F some(const void* x, int64_t at, int64_t stride, int count) {
     int32_t words[LANES] = {};
     for (int i = 0; i < count; i++)
         words[i] = TYPE == FP32 ? ((const int32_t*)x)[at + i * stride] : ((const uint16_t*)x)[at + i * stride];
-    return TYPE == FP32 ? as_float(load(words)) : TYPE == BF16 ? from_bf16(load(words)) : from_fp16(load(words));
+    return TYPE == FP32 ? as_float(load(words)) : from_bf16(load(words));
 }
 
 inline void transpose(const F from[LANES], F to[LANES]) {
@@ -116,23 +110,10 @@ inline void transpose(const F from[LANES], F to[LANES]) {
     std::memcpy(to, columns, sizeof columns);
 }
 
-// The 16 columns from `column` on of a row of codes: e2m1(code) * scale.
-inline F of_codes(const Operand& o, int64_t row, int64_t column, int count) {
-    const uint8_t* from = (const uint8_t*)o.x + row * o.row_stride + column / 2 * o.column_stride;
-    uint8_t bytes[8] = {};
-    for (int i = 0; i < (count + 1) / 2; i++) bytes[i] = from[i * o.column_stride];
-    int32_t nibbles[LANES];
-    for (int i = 0; i < LANES; i++) nibbles[i] = bytes[i / 2] >> (i % 2 * 4) & 15;
-    int64_t block = column / (o.source_is_mx ? 32 : 16);
-    uint8_t byte = o.source_scales[row / o.source_height * o.scales_across + block];
-    float scale = o.source_is_mx ? decode_e8m0(byte) : decode_e4m3(byte);
-    return decode_e2m1(load(nibbles)) * fill(scale);
-}
-
 // x rounded to block scales that are given (numerics/scaled_codes.py): e2m1(code) * scale.
 inline F by_scales(const Operand& o, const F& x, int64_t row, int64_t column) {
     float scale = decode_e4m3(o.source_scales[row * o.scales_across + column / 16]);
-    float step = scale * *o.source_global;
+    float step = scale * *o.factor_tensor;
     step = step < TINY ? TINY : step;
     float inverse = scale == 0.0f ? 0.0f : 1.0f / step;
     return round_e2m1(x * fill(inverse)) * fill(scale);
@@ -140,21 +121,13 @@ inline F by_scales(const Operand& o, const F& x, int64_t row, int64_t column) {
 
 template <Type TYPE>
 inline F columns_of(const Operand& o, int64_t row, int64_t column, int count) {
-    if (o.source == CODES) {
-        F x = of_codes(o, row, column, count);
-        if (count == LANES) return x;
-        alignas(64) float own[LANES];
-        store(own, x);
-        for (int i = count; i < LANES; i++) own[i] = 0.0f;
-        return load(own);
-    }
     F x = some<TYPE>(o.x, row * o.row_stride + column * o.column_stride, o.column_stride, count);
-    return o.source == BY_SCALES ? by_scales(o, x, row, column) : x;
+    return o.source_scales ? by_scales(o, x, row, column) : x;
 }
 
 // A chunk of each lane: x[k] holds element k of all.
 template <Type TYPE>
-inline void load_chunks(const Operand& o, const Layout& layout, const Place& place, F* x) {
+inline void load_chunks(const Operand& o, const Place& place, F* x) {
     if (o.columnwise) {
         int64_t first = place.piece[0] * o.chunk;
         for (int k = 0; k < o.chunk; k++)

@@ -44,18 +44,14 @@ struct Job {
 
 template <Type TYPE>
 inline void chunks(const Job& job, const Place& place, F* x) {
-    load_chunks<TYPE>(job.o, job.layout, place, x);
+    load_chunks<TYPE>(job.o, place, x);
     rotate(job.o, job.signs, x);
     if (job.o.rounding == QUEST)  // other rules multiply the scale of a block
         for (int k = 0; k < job.o.chunk; k++) x[k] = x[k] * fill(job.factor);
 }
 
 inline void load_any(const Job& job, const Place& place, F* x) {
-    switch (job.o.source == CODES ? FP32 : job.o.type) {
-        case BF16: return chunks<BF16>(job, place, x);
-        case FP16: return chunks<FP16>(job, place, x);
-        default: return chunks<FP32>(job, place, x);
-    }
+    return job.o.type == BF16 ? chunks<BF16>(job, place, x) : chunks<FP32>(job, place, x);
 }
 
 // The largest |x| of the finite blocks.

@@ -23,7 +23,6 @@ from q2compile.runtime_kernels.cpu import build
 from q2compile.runtime_kernels.cpu import kernels as ctypes_of
 from q2compile.runtime_kernels.cpu.quantize import UNSUPPORTED
 from q2compile.runtime_kernels.kernel_states import KNOWN
-from q2compile.runtime_kernels.numerics.layout import pack_bits
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SCHEMES, SWIZZLED, get_scheme
 from q2compile.runtime_kernels.numerics.transforms import TRANSFORMS
 from q2compile.runtime_kernels.ops.requantize import rounds_by_scales
@@ -171,20 +170,7 @@ def test_masks() -> None:
     for transform, dtype in pairwise(["h32", "none", "rht32_fixed", "rht128_fixed"], DTYPES):
         for shape, kind in zip(SHAPES, KINDS, strict=True):
             x = matrix(shape, dtype, kind) / 64  # which a rotation does not take to Inf
-            call = calls.masked(x, "mxfp4_quest", transform)
-            agree_call(call)
-            mask = select("quantize", call.positional, REFERENCE)(*call.positional)[3]
-            grad = matrix((shape[0], 8 * mask.shape[1]), dtype, kind)
-            agree("masked_unrotate", (grad, mask, transform))
-
-
-def test_masked_unrotate_of_any_width() -> None:
-    for dtype in DTYPES:
-        for rows, width in ((1, 8), (3, 24), (5, 40), (0, 32)):
-            mask = (
-                pack_bits((matrix((rows, width), torch.float32) > 0).t()[None])[0].t().contiguous()
-            )
-            agree("masked_unrotate", (matrix((rows, width), dtype), mask, "none"))
+            agree_call(calls.masked(x, "mxfp4_quest", transform))
 
 
 def again(source_scheme: str, source, scheme: str, transform: str, rows: int, **more: Any):
@@ -330,10 +316,7 @@ def results_of_all_kernels() -> list[torch.Tensor]:
         found += made("gemm", (*parts[:3], *parts[:3], None, scheme, scheme, dtype))
     for scheme in SQUARE:
         found += made("quantize", calls.plain(x, None, SEEDS[0], scheme).positional)
-    call = calls.masked(x, "mxfp4_quest", "h32")
-    found += made("quantize", call.positional)
-    padded = matrix((130, 8 * found[-1].shape[1]), torch.float32)
-    return found + made("masked_unrotate", (padded, found[-1], "h32"))
+    return found + made("quantize", calls.masked(x, "mxfp4_quest", "h32").positional)
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="compares x86's vectors")
