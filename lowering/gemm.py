@@ -37,7 +37,8 @@ from q2compile.lowering.gathered import gathered
 from q2compile.lowering.launches import launch, launches_of
 from q2compile.lowering.member import OpCall
 from q2compile.lowering.state import lowering_state
-from q2compile.runtime_kernels.cuda.gemm.scaled_mm import UNIT, adds_bias
+from q2compile.runtime_kernels.cuda.gemm.operands import adds_bias
+from q2compile.runtime_kernels.cuda.gemm.scaled_mm import UNIT
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 
 _aten = torch.ops.aten

@@ -28,7 +28,7 @@ from q2compile.runtime_kernels.choice import choose
 from q2compile.runtime_kernels.cuda.calls import OperandLayout, is_in_layout
 from q2compile.runtime_kernels.cuda.quantize import grouped_launch
 from q2compile.runtime_kernels.cuda.quantize.grouped_check import GROUP
-from q2compile.runtime_kernels.cuda.quantize.grouping import can_share
+from q2compile.runtime_kernels.cuda.quantize.grouped_launch import can_share
 from q2compile.runtime_kernels.ops.table import SPLIT_SCALES
 from q2compile.runtime_kernels.registry import bound, call_op
 

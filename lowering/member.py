@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch._inductor import ir
 
-from q2compile.runtime_kernels.cuda.quantize.grouping import Tail
+from q2compile.runtime_kernels.cuda.quantize.grouped_launch import Tail
 from q2compile.runtime_kernels.cuda.quantize.plan import tail_launch
 from q2compile.runtime_kernels.ops.table import SPECS, QuantizerCall
 from q2compile.runtime_kernels.registry import bound

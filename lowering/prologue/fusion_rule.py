@@ -53,7 +53,7 @@ from q2compile.runtime_kernels.cuda.quantize.prologue_source import (
     instructions,
     rows_ahead,
 )
-from q2compile.runtime_kernels.cuda.quantize.rule import ScaleRule
+from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import ScaleRule
 from q2compile.runtime_kernels.numerics.schemes import Scheme
 from q2compile.runtime_kernels.ops.table import QUANTIZE, QuantizerCall
 from q2compile.runtime_kernels.registry import FUSED

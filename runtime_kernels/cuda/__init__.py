@@ -2,9 +2,9 @@
 """Kernels for NVIDIA GPUs, behind the ops. Imports ops, numerics and the registry.
 
 jit/            a .cu file and its defines -> a cubin -> a launch
-quantize/       the quantizers: rotating or not, masked, and the scales of Inductor's kernels
+quantize/       the quantizers: rotating or not, and masked
 gemm/           q2::gemm by cuBLASLt, Triton or cuBLAS
-dequantize.py, masked_unrotate.py, signs.py, to_e4m3.py, transpose.py
+other_ops.py    dequantize, masked_unrotate, signs, split_scales, to_e4m3, transpose
 calls.py        what a call of an op launches; call_site.py, such a call in generated code
 recent_launches.py    the last launches, named when the device fails
 known_bad.py    versions of libraries that are at fault
@@ -14,13 +14,4 @@ csrc/           the sources, without headers of CUDA's; include/ptx.cuh holds al
 Importing this registers the kernels; nothing of CUDA is loaded before the first call.
 """
 
-from q2compile.runtime_kernels.cuda import (
-    dequantize,
-    emulated,
-    gemm,
-    masked_unrotate,
-    quantize,
-    signs,
-    to_e4m3,
-    transpose,
-)
+from q2compile.runtime_kernels.cuda import emulated, gemm, other_ops, quantize

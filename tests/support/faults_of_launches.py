@@ -49,7 +49,7 @@ OF_LAUNCHES = (
     ),
     fault(
         "the first kernel of split_scales begins early",
-        f"{_CUDA}/quantize/split_scales.py",
+        f"{_CUDA}/other_ops.py",
         '"PPq", _THREADS, defines={})',
         '"PPq", _THREADS, overlaps=True, defines={})',
         _ORDER,

@@ -35,11 +35,14 @@ from typing import Any
 
 import torch
 
-from q2compile.runtime_kernels.cuda import dequantize
 from q2compile.runtime_kernels.cuda.gemm.swizzle import swizzle_launch
 from q2compile.runtime_kernels.cuda.jit import limits, nvrtc
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
-from q2compile.runtime_kernels.cuda.masked_unrotate import unrotate_launch
+from q2compile.runtime_kernels.cuda.other_ops import (
+    dequantize_launch,
+    transpose_launch,
+    unrotate_launch,
+)
 from q2compile.runtime_kernels.cuda.quantize.align_scales import align_launch
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
     ROUNDED,
@@ -50,7 +53,6 @@ from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
     rotate_launch,
 )
 from q2compile.runtime_kernels.cuda.quantize.transposable import code_launches, square_launch
-from q2compile.runtime_kernels.cuda.transpose import transpose_launch
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED, get_scheme
 from q2compile.runtime_kernels.numerics.transforms import get_transform
 from tests.support import disassemble
@@ -161,9 +163,9 @@ OTHERS = {
     ),
     "finalize eden": align(EDEN + DEQUANTIZED, True),
     "finalize sr": align(SR + DEQUANTIZED, False),
-    "dequantize bf16": dequantize.dequantize_launch(torch.bfloat16, False, True),
-    "dequantize part": dequantize.dequantize_launch(torch.float32, False, False),
-    "dequantize mx": dequantize.dequantize_launch(torch.float16, True, False),
+    "dequantize bf16": dequantize_launch(torch.bfloat16, False, True),
+    "dequantize part": dequantize_launch(torch.float32, False, False),
+    "dequantize mx": dequantize_launch(torch.float16, True, False),
     "swizzle": swizzle_launch(),
     "transpose": transpose_launch(16, True),
     "transpose 32": transpose_launch(32, True),

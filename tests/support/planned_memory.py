@@ -25,7 +25,7 @@ from torch._inductor.select_algorithm import extern_kernels
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from q2compile.runtime_kernels.cuda.quantize.rule import SCALED_AFTERWARDS, ScaleRule
+from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import SCALED_AFTERWARDS, ScaleRule
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.ops import grouped_gemm
 from q2compile.runtime_kernels.ops.table import SPECS

@@ -226,7 +226,7 @@ FAULTS = (
     ),
     fault(
         "a launch is given more operands than it has room for",
-        "runtime_kernels/cuda/quantize/grouping.py",
+        "runtime_kernels/cuda/quantize/grouped_launch.py",
         "for tail in tails) <= MOST_OPERANDS",
         "for tail in tails) <= MOST_OPERANDS + 1",
         "q2compile/passes/test_group_launches.py",

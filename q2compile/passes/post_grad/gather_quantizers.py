@@ -14,7 +14,7 @@ from q2compile.graph.launch_groups import adjacent_quantizers, is_between
 from q2compile.graph.nodes import needed_behind
 from q2compile.graph.quantizers import quantizer_of
 from q2compile.graph.storages import SMALL
-from q2compile.runtime_kernels.cuda.quantize.grouping import Tail, can_share
+from q2compile.runtime_kernels.cuda.quantize.grouped_launch import Tail, can_share
 from q2compile.runtime_kernels.cuda.quantize.plan import tail_launch_of_scheme
 
 _REACH = 2  # groups: what is made early waits for no more GEMMs than those

@@ -13,7 +13,7 @@ from q2compile.graph.launch_groups import adjacent_quantizers, global_scales
 from q2compile.graph.node_meta import ALPHA_FROM, LAUNCH_GROUP
 from q2compile.graph.nodes import choice_of, is_q2
 from q2compile.graph.quantizers import quantizer_of
-from q2compile.runtime_kernels.cuda.quantize.grouping import Tail, groups_of
+from q2compile.runtime_kernels.cuda.quantize.grouped_launch import Tail, groups_of
 from q2compile.runtime_kernels.cuda.quantize.plan import tail_launch_of_scheme
 from q2compile.runtime_kernels.ops.split_scales import splits_scales
 from q2compile.runtime_kernels.ops.table import GEMM, QUANTIZE, SPLIT_SCALES, QuantizerCall

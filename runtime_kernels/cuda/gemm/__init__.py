@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""q2::gemm on CUDA, by four kernels, and the grouped GEMMs. Imports jit, dequantize, selfcheck,
+"""q2::gemm on CUDA, by four kernels, and the grouped GEMMs. Imports jit, other_ops, selfcheck,
 ops, numerics, registry.
 
 cublaslt_fp4.py   codes and scales on fp4 tensor cores, by cuBLASLt (cublaslt.py): nvfp4
-triton_fp4.py     the same by tl.dot_scaled (triton_kernel.py): nvfp4, mxfp4; and
-                  q2::gemm_masked_unrotate
-scaled_mm.py      codes of fp8 on fp8 tensor cores, by torch;  scaled_grouped_mm.py  in groups
-cuda_bf16.py      the dequantized operands in bf16, by cuBLAS, on any GPU
-grouped_bf16.py   q2::grouped_gemm as cuda_bf16.py, by torch's grouped product;  grouped_mm.py  that
-grouped_triton_fp4.py   q2::grouped_gemm as triton_fp4.py (triton_grouped_kernel.py)
+triton_fp4.py     the same by tl.dot_scaled: nvfp4, mxfp4 (triton_kernel.py); also grouped
+                  (triton_grouped_kernel.py), and q2::gemm_masked_unrotate
+scaled_mm.py      codes of fp8 on fp8 tensor cores, by torch; also grouped
+cuda_bf16.py      the dequantized operands in bf16, by cuBLAS, on any GPU; also grouped
+grouped_mm.py     torch's grouped product of bf16 matrices
 first_launch.py   the first large product of an algorithm or tile, compared with a BF16 GEMM
 operands.py       what they require of their operands
 swizzle.py        scales in the order that fp4 tensor cores read
@@ -20,6 +19,3 @@ from q2compile.runtime_kernels.cuda.gemm import cuda_bf16  # isort: skip
 from q2compile.runtime_kernels.cuda.gemm import triton_fp4  # isort: skip
 from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4  # isort: skip
 from q2compile.runtime_kernels.cuda.gemm import scaled_mm  # isort: skip
-from q2compile.runtime_kernels.cuda.gemm import grouped_bf16, grouped_mm  # isort: skip
-from q2compile.runtime_kernels.cuda.gemm import grouped_triton_fp4  # isort: skip
-from q2compile.runtime_kernels.cuda.gemm import scaled_grouped_mm  # isort: skip

@@ -18,6 +18,7 @@ from q2compile.runtime_kernels.cuda.gemm import first_launch, swizzle
 from q2compile.runtime_kernels.cuda.gemm.cublaslt import GemmKind, planned, ready, run
 from q2compile.runtime_kernels.cuda.gemm.fastest import choose_algorithm
 from q2compile.runtime_kernels.cuda.gemm.operands import (
+    adds_bias,
     aligned,
     finished,
     padded,
@@ -53,7 +54,7 @@ def product_of(
 ) -> GemmKind:
     """The product that cuBLASLt computes: columns and contraction padded, and an fp32 result if the
     bias is added afterwards."""
-    inside = takes(bias, dtype)
+    inside = adds_bias(None if bias is None else bias.dtype, dtype)
     return GemmKind(
         a_codes.device.index,
         a_codes.shape[0],
@@ -64,11 +65,6 @@ def product_of(
     )
 
 
-def takes(bias: torch.Tensor | None, dtype: torch.dtype) -> bool:
-    """Whether cuBLASLt adds this bias, if there is one, to a result of this type."""
-    return bias is None or (bias.dtype == dtype and dtype.itemsize == 2)
-
-
 @cuda_kernel("gemm", CUBLASLT_FP4, _why_not, _prepare_fp4)
 def gemm_fp4(*args: Any) -> torch.Tensor:
     """See ops/gemm.py. The first large product by an algorithm, which is the fastest, is compared
@@ -77,7 +73,7 @@ def gemm_fp4(*args: Any) -> torch.Tensor:
     if (made := without_contraction(a, b, bias, dtype)) is not None:
         return made
     product = product_of(a.codes, b.codes, bias, dtype)
-    columns, inside = b.codes.shape[0], takes(bias, dtype)
+    columns, inside = b.codes.shape[0], adds_bias(None if bias is None else bias.dtype, dtype)
 
     with on_device(product.device):
         arguments = _arguments(product, a, b, bias if inside else None)

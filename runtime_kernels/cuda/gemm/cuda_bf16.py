@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""q2::gemm as a product of two bf16 matrices by cuBLAS.
+"""q2::gemm as a product of two bf16 matrices by cuBLAS; q2::grouped_gemm as one grouped product of
+torch's: no loop over the groups, and the host does not wait for the device.
 
 Exact except for the order of the sums: code * scale has 6 significant bits. A global scale that is
 a power of two is multiplied into the operands at no cost.
@@ -10,17 +11,21 @@ from typing import Any
 import torch
 
 from q2compile.runtime_kernels.cuda.calls import cuda_kernel, load
-from q2compile.runtime_kernels.cuda.dequantize import dequantize, launches
+from q2compile.runtime_kernels.cuda.gemm.grouped_mm import grouped_mm, unserved, zero_rows_launch
 from q2compile.runtime_kernels.cuda.gemm.operands import finished, without_contraction
+from q2compile.runtime_kernels.cuda.other_ops import dequantize, dequantize_launches
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED
 from q2compile.runtime_kernels.numerics.swizzle import unswizzle_32x4x4
 from q2compile.runtime_kernels.ops.gemm import (
     Factor,
     alpha_of,
+    checked_factors,
     checked_gemm,
     factors_of,
     has_pow2_scales,
 )
+from q2compile.runtime_kernels.ops.grouped_gemm import as_grouped, factor_of
+from q2compile.runtime_kernels.ops.table import GROUPED_GEMM
 from q2compile.runtime_kernels.registry import CUDA_BF16
 
 
@@ -28,7 +33,9 @@ def prepare_operands(*args: Any) -> None:
     """Loads the kernels that dequantize the operands of a GEMM, plain or grouped."""
     for each in factors_of(args):
         if not each.spec.dequantized:
-            needed = launches(each.codes, each.spec.name, each.contraction, torch.bfloat16)
+            needed = dequantize_launches(
+                each.codes, each.spec.name, each.contraction, torch.bfloat16
+            )
             load(needed, each.codes.device.index)
 
 
@@ -62,3 +69,30 @@ def dequantized(factor: Factor, is_scaled: bool) -> torch.Tensor:
         scales = unswizzle_32x4x4(scales, codes.shape[0], factor.contraction // spec.width)
     how = spec.name.removesuffix(SWIZZLED), factor.contraction, torch.bfloat16
     return dequantize(codes, scales, global_scale if is_scaled else None, *how)
+
+
+# ---- grouped ----
+
+
+def _why_not_grouped(*args: Any) -> str | None:
+    b_codes, offs, (gemm, dtype) = args[3], args[6], args[9:]
+    columns = b_codes.shape[0] // offs.shape[0] if gemm == "fprop" else b_codes.shape[0]
+    return unserved(b_codes.device.index, dtype, columns)
+
+
+def _prepare_grouped(*args: Any) -> None:
+    zero_rows_launch().warm_up(args[0].device.index)
+    prepare_operands(*args)
+
+
+@cuda_kernel(GROUPED_GEMM, CUDA_BF16, _why_not_grouped, _prepare_grouped)
+def grouped_gemm_bf16(*args: Any) -> torch.Tensor:
+    """See ops/grouped_gemm.py."""
+    (a, b), (offs, *_, gemm, _) = checked_factors(GROUPED_GEMM, args), args[6:]
+    is_scaled = has_pow2_scales(a, b)
+    left, right = (dequantized(each, is_scaled) for each in (a, b))
+    out = grouped_mm(left, as_grouped(right, gemm, offs.shape[0]), offs)
+    if gemm == "wgrad":
+        out = out.flatten(0, 1)
+    # In place: the gradient of all experts' weights is among the largest tensors of a step.
+    return out if is_scaled else out.mul_(factor_of(a, b))

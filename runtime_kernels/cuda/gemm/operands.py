@@ -27,6 +27,12 @@ def without_contraction(
     return out if bias is None else out + bias.to(dtype)
 
 
+def adds_bias(bias_dtype: torch.dtype | None, dtype: torch.dtype) -> bool:
+    """True if a library's GEMM with a result of this type adds a bias of that type to its sums, or
+    there is no bias (None)."""
+    return bias_dtype is None or (bias_dtype == dtype and dtype.itemsize == 2)
+
+
 def finished(
     out: torch.Tensor, alpha: torch.Tensor | None, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:

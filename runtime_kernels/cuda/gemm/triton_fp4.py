@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""q2::gemm and q2::gemm_masked_unrotate by tl.dot_scaled (triton_kernel.py): fp4 tensor cores in
-one launch, nvfp4 and mxfp4."""
+"""q2::gemm, q2::gemm_masked_unrotate (triton_kernel.py) and q2::grouped_gemm
+(triton_grouped_kernel.py) by tl.dot_scaled: fp4 tensor cores in one launch, for nvfp4 and mxfp4.
+The host does not wait for the device."""
 
 import functools
 import importlib.util
@@ -30,9 +31,10 @@ from q2compile.runtime_kernels.kernel_states import (
 )
 from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.numerics.transforms import Transform, get_transform
-from q2compile.runtime_kernels.ops.gemm import checked_gemm, factors_of
+from q2compile.runtime_kernels.ops.gemm import checked_factors, checked_gemm, factors_of
+from q2compile.runtime_kernels.ops.grouped_gemm import result_shape
 from q2compile.runtime_kernels.ops.masked_unrotate import check_shape
-from q2compile.runtime_kernels.ops.table import GEMM, GEMM_MASKED_UNROTATE
+from q2compile.runtime_kernels.ops.table import GEMM, GEMM_MASKED_UNROTATE, GROUPED_GEMM
 from q2compile.runtime_kernels.registry import TRITON_FP4
 
 
@@ -107,6 +109,45 @@ def _gemm(
     def launch() -> torch.Tensor:
         with compiling(op, device, variant), on_device(device.index):
             return gemm_fp4(left, right, bias, dtype, tile, unrotation)
+
+    return first_launch.launched(first, args, launch)
+
+
+def _why_not_grouped(*args: Any) -> str | None:
+    a, b = factors_of(args)
+    wrong = unserved(a.codes.device.index) or why_not_fp4(a, b)
+    if wrong is None and (a.spec.swizzled or b.spec.swizzled):
+        wrong = "it reads plain scales: groups begin anywhere in tiles of 128 rows"
+    return wrong
+
+
+@cuda_kernel(GROUPED_GEMM, TRITON_FP4, _why_not_grouped)
+def grouped_gemm_triton(*args: Any) -> torch.Tensor:
+    """See ops/grouped_gemm.py."""
+    from q2compile.runtime_kernels.cuda.gemm import triton_grouped_kernel
+    from q2compile.runtime_kernels.cuda.gemm.triton_kernel import choose_tile
+
+    (a, b), (offs, *_, gemm, dtype) = checked_factors(GROUPED_GEMM, args), args[6:]
+    device, groups = a.codes.device, offs.shape[0]
+    rows, columns = a.codes.shape[0], b.codes.shape[0]
+    if 0 in (*a.codes.shape, columns):
+        return a.codes.new_zeros(result_shape(a, b, groups, gemm), dtype=dtype)
+    major = torch.cuda.get_device_capability(device.index)[0]
+    results = groups if gemm == "wgrad" else 1
+    of_one = columns // groups if gemm == "fprop" else columns
+    tile = choose_tile(major, rows, of_one, multiprocessors(device.index), results)
+    left, right = (
+        each._replace(codes=aligned(each.codes), scales=aligned(each.scales)) for each in (a, b)
+    )
+    contracted = None if gemm == "wgrad" else a.codes.shape[1]
+    variant = tile, a.spec.block, b.spec.block, gemm, dtype, groups, contracted
+    first = None
+    if first_launch.needed(rows, of_one, a.contraction):
+        first = first_launch.begin(GROUPED_GEMM, TRITON_FP4, args, *variant)
+
+    def launch() -> torch.Tensor:
+        with compiling(GROUPED_GEMM, device, variant), on_device(device.index):
+            return triton_grouped_kernel.grouped_gemm_fp4(left, right, offs, gemm, dtype, tile)
 
     return first_launch.launched(first, args, launch)
 

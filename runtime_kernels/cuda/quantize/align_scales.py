@@ -13,7 +13,7 @@ from q2compile.runtime_kernels.cuda.calls import (
     in_places,
 )
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, launch
-from q2compile.runtime_kernels.cuda.quantize.rule import SCALED_AFTERWARDS, ScaleRule
+from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import SCALED_AFTERWARDS, ScaleRule
 from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.numerics.schemes import Scheme
 

@@ -31,12 +31,13 @@ from q2compile.runtime_kernels.cuda.quantize.plan import (
 from q2compile.runtime_kernels.cuda.quantize.prologue_expression import PrologueExpression
 from q2compile.runtime_kernels.cuda.quantize.quantizers import operand_slots
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
+    SCALED_AFTERWARDS,
     SOURCES,
     RotatingKernel,
+    ScaleRule,
     has_room_for_two,
     shared_memory,
 )
-from q2compile.runtime_kernels.cuda.quantize.rule import SCALED_AFTERWARDS, ScaleRule
 from q2compile.runtime_kernels.ops.table import QUANTIZE, QuantizerCall
 from q2compile.runtime_kernels.registry import FUSED
 from q2compile.runtime_kernels.selfcheck import (

@@ -41,17 +41,15 @@ from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
     NO_OUTPUT,
     ROUNDED,
     ROUNDED_SWIZZLED,
+    SCALED_AFTERWARDS,
+    SCALED_AT_ONCE,
     SOURCES,
     TILE,
     RotatingKernel,
+    ScaleRule,
     batched_launch,
     rotate_launch,
     thread_shape,
-)
-from q2compile.runtime_kernels.cuda.quantize.rule import (
-    SCALED_AFTERWARDS,
-    SCALED_AT_ONCE,
-    ScaleRule,
 )
 from q2compile.runtime_kernels.numerics.groups import padded_rows
 from q2compile.runtime_kernels.numerics.layout import ceil_div, padded, scales_shape

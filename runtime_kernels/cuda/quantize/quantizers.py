@@ -36,11 +36,12 @@ from q2compile.runtime_kernels.cuda.quantize.plan import (
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
     ROUNDED,
     ROUNDED_SWIZZLED,
+    SCALED_AT_ONCE,
     SOURCES,
     RotatingKernel,
+    ScaleRule,
     not_served,
 )
-from q2compile.runtime_kernels.cuda.quantize.rule import SCALED_AT_ONCE, ScaleRule
 from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED
 from q2compile.runtime_kernels.ops import quantize as quantize_op

@@ -3,6 +3,7 @@
 
 import functools
 from collections.abc import Sequence
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
@@ -12,12 +13,34 @@ from q2compile.runtime_kernels.cuda.jit.launch import Launch, launch
 from q2compile.runtime_kernels.cuda.jit.limits import SHARED_KIB
 from q2compile.runtime_kernels.cuda.quantize.prologue_expression import PrologueExpression
 from q2compile.runtime_kernels.cuda.quantize.prologue_source import FILE, cuda_source, layout
-from q2compile.runtime_kernels.cuda.quantize.rule import ROUNDINGS, SCALED_AT_ONCE, ScaleRule
 from q2compile.runtime_kernels.numerics.groups import spreads
 from q2compile.runtime_kernels.numerics.schemes import E2M1_MAX, SWIZZLED, Scheme, get_scheme
 from q2compile.runtime_kernels.numerics.transforms import Transform, get_transform
 from q2compile.runtime_kernels.ops.table import QuantizerCall
 
+ROUNDINGS = ("rtn", "sr", "ms_eden", "quest")  # of schemes that rotate_quantize.cu implements
+
+
+class ScaleRule(IntEnum):
+    """Q2_RULE of rotate_quantize.cu."""
+
+    MS_EDEN = 0
+    POW2 = 1
+    EXACT = 2
+    MX = 3
+    AMAX = 4
+
+    @staticmethod
+    def of(spec: Scheme) -> "ScaleRule":
+        if spec.rounding == "ms_eden":
+            return ScaleRule.MS_EDEN
+        if spec.format == "mxfp4":
+            return ScaleRule.MX
+        return ScaleRule.EXACT if spec.takes_amax else ScaleRule.POW2
+
+
+SCALED_AFTERWARDS = (ScaleRule.MS_EDEN, ScaleRule.POW2)  # whose scales align_scales.cu makes
+SCALED_AT_ONCE = (ScaleRule.EXACT, ScaleRule.MX)  # whose scales rotate_quantize.cu makes
 # Sources of rotate_quantize.cu: the dtype of x; or the format of codes, with SWIZZLED for swizzled
 # scales.
 SOURCES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, "nvfp4": 3, "mxfp4": 4}

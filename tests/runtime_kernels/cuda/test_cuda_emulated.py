@@ -12,8 +12,7 @@ from itertools import product
 import pytest
 import torch
 
-from q2compile.runtime_kernels.cuda import dequantize, masked_unrotate, signs
-from q2compile.runtime_kernels.cuda import transpose as turn
+from q2compile.runtime_kernels.cuda import other_ops
 from q2compile.runtime_kernels.cuda.gemm.swizzle import swizzled
 from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED, get_scheme
@@ -119,8 +118,8 @@ ZEROS += [("nvfp4_pow2", "rht16", HOPPER), (POW2, "rht16", BLACKWELL)]
     "scheme, transform, architecture", [*ZEROS, ("nvfp4_pow2", "rht128", BLACKWELL)]
 )
 def test_requantized_zeros_are_positive(transform, scheme) -> None:
-    """Chunks whose few elements cancel: in hadamard's order some sums would be -0, of tensor cores
-    none is. So that they cancel, all elements of a row have one scale."""
+    """Chunks whose few elements cancel: in hadamard's order some sums would be -0. So that they
+    cancel, all elements of a row have one scale."""
     x = torch.zeros((140, 72), dtype=torch.bfloat16)
     x[::9, ::2], x[4::9, ::2] = 3.0, -3.0
     packed = calls.plain(x, None, None, "nvfp4_pow2")()
@@ -162,7 +161,7 @@ def test_dequantize(scheme, dtype) -> None:
     packed = calls.plain(x, q2.amax(x) if spec.takes_amax else None, SEEDS[0], scheme)()
     for cols in (72, 2 * packed[0].shape[1]):
         args = (*packed, scheme, cols, dtype)
-        assert_same_bits((dequantize.dequantize(*args),), (q2.dequantize(*args),))
+        assert_same_bits((other_ops.dequantize(*args),), (q2.dequantize(*args),))
 
 
 def test_transpose() -> None:
@@ -175,7 +174,7 @@ def test_transpose() -> None:
         codes, scales, _ = calls.plain(matrix(*shape), None, None, scheme)()
         for rows in {shape[1], min(shape[1], 72)}:
             args = (codes, scales, scheme, rows, by_tiles)
-            assert_same_bits(turn.transpose(*args), q2.transpose(*args))
+            assert_same_bits(other_ops.transpose(*args), q2.transpose(*args))
 
 
 def test_swizzled_scales() -> None:
@@ -400,7 +399,7 @@ def test_masked_unrotate(dtype) -> None:
         )
         grad = torch.randn(shape, generator=torch.Generator().manual_seed(5)).to(dtype)
         args = (grad, mask, "h32")
-        assert_same_bits((masked_unrotate.masked_unrotate(*args),), (q2.masked_unrotate(*args),))
+        assert_same_bits((other_ops.masked_unrotate(*args),), (q2.masked_unrotate(*args),))
 
 
 DEQUANTIZED_CASES = [
@@ -497,4 +496,4 @@ def test_from_e4m3_by_arithmetic() -> None:
 @pytest.mark.parametrize("transform", ["rht16", "rht128"])
 def test_signs(transform) -> None:
     for seed in SEEDS:
-        assert_same_bits((signs.signs(seed, transform),), (q2.signs(seed, transform),))
+        assert_same_bits((other_ops.signs(seed, transform),), (q2.signs(seed, transform),))

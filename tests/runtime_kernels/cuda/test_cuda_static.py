@@ -20,7 +20,7 @@ from q2compile.recipes.published import RECIPES
 from q2compile.recipes.resolve import resolve
 from q2compile.runtime_kernels import checks
 from q2compile.runtime_kernels.choice import kernels
-from q2compile.runtime_kernels.cuda import calls, dequantize
+from q2compile.runtime_kernels.cuda import calls, other_ops
 from q2compile.runtime_kernels.cuda.jit import limits, nvrtc
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
 from q2compile.runtime_kernels.cuda.quantize import quantizers
@@ -409,7 +409,7 @@ def test_warm_up_of_a_gemm_and_of_an_unaligned_pitch(monkeypatch) -> None:
     operand = (codes, scales, unit)
     scheme = "nvfp4_46_pow2"
     args = (*operand, *operand, None, scheme, scheme, torch.bfloat16)
-    widen = dequantize.dequantize_launch(torch.bfloat16, False, True)
+    widen = other_ops.dequantize_launch(torch.bfloat16, False, True)
     assert set(loaded_by(monkeypatch, "gemm", args)) == {widen}
     call = quantizer_calls.one(x, unit.long(), EDEN, "rht128", False)
     got = loaded_by(monkeypatch, "quantize", call.positional)

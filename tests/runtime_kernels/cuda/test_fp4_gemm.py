@@ -17,7 +17,6 @@ from q2compile.runtime_kernels.cuda.gemm import (
     cublaslt,
     cublaslt_fp4,
     cuda_bf16,
-    grouped_triton_fp4,
     swizzle,
     triton_fp4,
 )
@@ -473,7 +472,7 @@ def test_nothing_to_multiply_in_groups(sizes, gemm):
     offs = torch.zeros(2, dtype=torch.int32)
     args = (*empty[0], *empty[1], offs, SCHEME, SCHEME, gemm, BF16)
     if 0 in (*args[0].shape, args[3].shape[0]):
-        got = grouped_triton_fp4.grouped_gemm_triton(*args)
+        got = triton_fp4.grouped_gemm_triton(*args)
         shape = {"fprop": (t, n), "dgrad": (t, k), "wgrad": (2 * n, k)}[gemm]
         assert got.shape == shape and got.dtype == BF16 and not got.any()
 

@@ -13,11 +13,11 @@ import torch
 from q2compile.runtime_kernels.cuda.call_site import CallSite, SiteCall
 from q2compile.runtime_kernels.cuda.calls import MOST_OPERANDS, BoundCall, tensors_of
 from q2compile.runtime_kernels.cuda.jit import launch, nvrtc
+from q2compile.runtime_kernels.cuda.other_ops import split_scales
 from q2compile.runtime_kernels.cuda.quantize import grouped_launch, quantizers, rotate_quantize
 from q2compile.runtime_kernels.cuda.quantize.grouped_launch import ScaleProduct, grouped_plan
 from q2compile.runtime_kernels.cuda.quantize.plan import tail_launch
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import batched_launch
-from q2compile.runtime_kernels.cuda.quantize.split_scales import split_scales
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED
 from q2compile.runtime_kernels.ops.table import QuantizerCall
 from tests.support import quantizer_calls as calls

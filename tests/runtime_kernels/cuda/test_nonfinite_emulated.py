@@ -9,9 +9,7 @@ import shutil
 import pytest
 import torch
 
-from q2compile.runtime_kernels.cuda import dequantize
-from q2compile.runtime_kernels.cuda import transpose as turn
-from q2compile.runtime_kernels.cuda.quantize import split_scales as split
+from q2compile.runtime_kernels.cuda import other_ops
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED, get_scheme
 from tests.support import quantizer_calls as calls
 from tests.support.emulation.on_cpu import assert_same_bits, launches_on_cpu, matrix
@@ -111,7 +109,6 @@ def test_quantize_masked(transform) -> None:
     ],
 )
 def test_requantize(source) -> None:
-    """Also with tensor cores, which leave columns with a NaN to the reference's order."""
     x = with_bad(matrix(300, 200), torch.nan)
     amax = q2.amax(x) if get_scheme(source).takes_amax else None
     packed = calls.plain(x, amax, None, source, 0)()
@@ -173,7 +170,7 @@ def test_split_scales(scheme, monkeypatch) -> None:
     raw = torch.randn((300, 41), generator=torch.Generator().manual_seed(1)).mul(4).exp()
     for bad in (raw.clone(), raw):
         bad[3, 4], bad[17], bad[299, 40] = torch.nan, torch.nan, torch.nan
-        assert_same_bits(split.split_scales(bad, scheme), q2.split_scales(bad, scheme))
+        assert_same_bits(other_ops.split_scales(bad, scheme), q2.split_scales(bad, scheme))
         raw[:] = torch.nan
 
 
@@ -181,8 +178,8 @@ def test_split_scales(scheme, monkeypatch) -> None:
 def test_dequantize_and_transpose(scheme) -> None:
     packed = calls.plain(with_bad(matrix(64, 96), torch.inf), None, None, scheme, 0)()
     args = (*packed, scheme, 96, torch.bfloat16)
-    got, want = dequantize.dequantize(*args), q2.dequantize(*args)
+    got, want = other_ops.dequantize(*args), q2.dequantize(*args)
     assert torch.allclose(got, want, rtol=0, atol=0, equal_nan=True) and want.isnan().any()
     if get_scheme(scheme).block[0] > 1:
         args = (*packed[:2], scheme, 96, False)
-        assert_same_bits(turn.transpose(*args), q2.transpose(*args))
+        assert_same_bits(other_ops.transpose(*args), q2.transpose(*args))

@@ -19,13 +19,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from q2compile.runtime_kernels.cuda import dequantize, masked_unrotate, signs
-from q2compile.runtime_kernels.cuda import transpose as transposing
+from q2compile.runtime_kernels.cuda import other_ops
 from q2compile.runtime_kernels.cuda.calls import BoundCall, tensors_of
 from q2compile.runtime_kernels.cuda.gemm import grouped_mm
 from q2compile.runtime_kernels.cuda.gemm.swizzle import swizzled
 from q2compile.runtime_kernels.cuda.jit import nvrtc
-from q2compile.runtime_kernels.cuda.quantize import plan, quantizers, split_scales
+from q2compile.runtime_kernels.cuda.quantize import plan, quantizers
 from q2compile.runtime_kernels.cuda.quantize.grouped_launch import grouped_plan
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED, get_scheme
 from q2compile.runtime_kernels.numerics.swizzle import swizzle_32x4x4
@@ -115,7 +114,6 @@ def test_with_a_trust_mask(scheme) -> None:
     ],
 )
 def test_requantize(source, scheme, transform) -> None:
-    """With tensor cores, and with butterflies where tensor cores would not be exact."""
     x = matrix(145, 136)
     packed = calls.plain(x, amax_of(x, source), None, source)()
     agree(calls.again(*packed, SEEDS[0], source, scheme, transform, 136, 1))
@@ -163,14 +161,14 @@ def test_dequantize(scheme, dtype, cols) -> None:
     x = matrix(40, cols, torch.float32)
     packed = calls.plain(x, amax_of(x, scheme), None, scheme)()
     args = (*packed, scheme, cols, dtype)
-    assert_same_bits((dequantize.dequantize(*args),), (q2.dequantize(*args),))
+    assert_same_bits((other_ops.dequantize(*args),), (q2.dequantize(*args),))
 
 
 @pytest.mark.parametrize("is_swizzled", [False, True])
 def test_transpose(is_swizzled) -> None:
     codes, scales, _ = calls.plain(matrix(130, 200), None, None, "nvfp4_16x16_pow2")()
     args = (codes, scales, "nvfp4_16x16_pow2", 200, is_swizzled)
-    assert_same_bits(transposing.transpose(*args), q2.transpose(*args))
+    assert_same_bits(other_ops.transpose(*args), q2.transpose(*args))
 
 
 def test_swizzled_scales() -> None:
@@ -183,18 +181,18 @@ def test_swizzled_scales() -> None:
 def test_split_scales(scheme) -> None:
     """partial_max.cu, and align_scales.cu after it."""
     raw = torch.randn((300, 41), generator=torch.Generator().manual_seed(1)).mul(4).exp()
-    assert_same_bits(split_scales.split_scales(raw, scheme), q2.split_scales(raw, scheme))
+    assert_same_bits(other_ops.split_scales(raw, scheme), q2.split_scales(raw, scheme))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_masked_unrotate(dtype) -> None:
     *_, mask = calls.masked(matrix(66, 96), "mxfp4_quest", "h32")()
     args = (matrix(66, 96, dtype), mask, "h32")
-    assert_same_bits((masked_unrotate.masked_unrotate(*args),), (q2.masked_unrotate(*args),))
+    assert_same_bits((other_ops.masked_unrotate(*args),), (q2.masked_unrotate(*args),))
 
 
 def test_signs() -> None:
-    assert_same_bits((signs.signs(SEEDS[0], "rht128"),), (q2.signs(SEEDS[0], "rht128"),))
+    assert_same_bits((other_ops.signs(SEEDS[0], "rht128"),), (q2.signs(SEEDS[0], "rht128"),))
 
 
 def test_zeros_in_rows_of_no_group() -> None:

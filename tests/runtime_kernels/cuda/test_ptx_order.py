@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from q2compile.runtime_kernels.cuda import other_ops
 from q2compile.runtime_kernels.cuda.jit import nvrtc
-from q2compile.runtime_kernels.cuda.quantize import plan, split_scales
+from q2compile.runtime_kernels.cuda.quantize import plan
 from q2compile.runtime_kernels.ops.table import QuantizerCall
 from tests.support import ptx
 from tests.support import quantizer_calls as calls
@@ -161,7 +162,7 @@ def test_overlaps_that_no_kernel_expects(call, on_blackwell, monkeypatch) -> Non
 @pytest.mark.usefixtures("on_blackwell")
 def test_split_scales() -> None:
     raw = torch.randn((40, 41), generator=torch.Generator().manual_seed(1)).exp()
-    got = split_scales.split_scales(raw, "nvfp4_46_pow2")
+    got = other_ops.split_scales(raw, "nvfp4_46_pow2")
     assert_same_bits(got, q2.split_scales(raw, "nvfp4_46_pow2"))
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from q2compile.runtime_kernels.cuda import recent_launches
-from q2compile.runtime_kernels.cuda.dequantize import dequantize
 from q2compile.runtime_kernels.cuda.gemm import cublaslt, triton_fp4
+from q2compile.runtime_kernels.cuda.other_ops import dequantize
 from tests.support import forked
 from tests.support.emulation.on_cpu import launches_on_cpu
 

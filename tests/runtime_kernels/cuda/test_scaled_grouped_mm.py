@@ -12,7 +12,7 @@ from torch._meta_registrations import meta_scaled_grouped_mm
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from q2compile.runtime_kernels.choice import choose
-from q2compile.runtime_kernels.cuda.gemm import scaled_grouped_mm as kernel
+from q2compile.runtime_kernels.cuda.gemm import scaled_mm as kernel
 from q2compile.runtime_kernels.kernel_states import assumed_gpu
 from q2compile.runtime_kernels.registry import REFERENCE, SCALED_GROUPED_MM, select
 from tests.support.pairwise import pairwise

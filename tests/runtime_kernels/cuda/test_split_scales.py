@@ -9,7 +9,7 @@ import shutil
 import pytest
 import torch
 
-from q2compile.runtime_kernels.cuda.quantize import split_scales as on_cuda
+from q2compile.runtime_kernels.cuda import other_ops
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED
 from q2compile.runtime_kernels.numerics.swizzle import swizzle_32x4x4
 from tests.support.emulation.on_cpu import launches_on_cpu
@@ -81,7 +81,7 @@ def test_cuda_source_on_a_cpu(scheme, shape, monkeypatch) -> None:
     launches_on_cpu(monkeypatch, "sm_90a")
     generator = torch.Generator().manual_seed(1)
     raw_scale = torch.randn(shape, generator=generator).mul(4).exp()
-    got = on_cuda.split_scales(raw_scale, scheme)
+    got = other_ops.split_scales(raw_scale, scheme)
     want = torch.ops.q2.split_scales(raw_scale, scheme)
     assert torch.equal(got[0].view(torch.uint8), want[0].view(torch.uint8)) and got[1] == want[1]
 

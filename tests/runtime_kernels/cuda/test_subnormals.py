@@ -20,7 +20,7 @@ import torch
 import torch._inductor.config as inductor_config
 from torch._inductor.utils import run_and_get_code
 
-from q2compile.runtime_kernels.cuda import dequantize
+from q2compile.runtime_kernels.cuda import other_ops
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import not_served
 from q2compile.runtime_kernels.numerics.formats import decode_e2m1
 from q2compile.runtime_kernels.numerics.scaled_codes import scaled_codes
@@ -238,7 +238,7 @@ def test_emulated_requantizing_and_dequantizing(source, monkeypatch) -> None:
         assert_same_bits(got, want)
         for dtype in DTYPES:
             args = (*packed, source, 128, dtype)
-            assert_same_bits((dequantize.dequantize(*args),), (q2.dequantize(*args),))
+            assert_same_bits((other_ops.dequantize(*args),), (q2.dequantize(*args),))
 
 
 # Kernels of a CPU, and Inductor's -------------------------------------------------------------
@@ -347,7 +347,7 @@ def test_ptx_that_reads_codes(source, scheme, interpreted) -> None:
     packed = calls.plain(mixed(), amax_of(mixed(), source), None, source)()
     agree(calls.again(*packed, SEEDS[0], source, scheme, "rht128", 128, 1))
     args = (*packed, source, 128, torch.float32)
-    assert_same_bits((dequantize.dequantize(*args),), (q2.dequantize(*args),))
+    assert_same_bits((other_ops.dequantize(*args),), (q2.dequantize(*args),))
 
 
 @pytest.mark.parametrize("scheme", ["nvfp4", "nvfp4_46_pow2"])

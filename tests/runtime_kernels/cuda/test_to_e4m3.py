@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from q2compile.runtime_kernels.cuda import to_e4m3 as kernels
+from q2compile.runtime_kernels.cuda import other_ops
 from q2compile.runtime_kernels.registry import SCALED_MM, select
 from tests.support import ptx
 from tests.support.emulation.on_cpu import assert_same_bits, launches_on_cpu
@@ -87,7 +87,7 @@ def operands() -> list[tuple]:
 def test_the_kernel_has_the_bits_of_the_reference(architecture, monkeypatch) -> None:
     launches_on_cpu(monkeypatch, architecture)
     for args in operands():
-        assert_same_bits(kernels.to_e4m3(*args), q2.to_e4m3(*args))
+        assert_same_bits(other_ops.to_e4m3(*args), q2.to_e4m3(*args))
 
 
 def test_its_ptx_has_too(monkeypatch) -> None:
@@ -96,7 +96,7 @@ def test_its_ptx_has_too(monkeypatch) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings", exc_type=ImportError)
     ptx.serve(monkeypatch, "sm_90a")
     for args in operands()[1:]:
-        assert_same_bits(kernels.to_e4m3(*args), q2.to_e4m3(*args))
+        assert_same_bits(other_ops.to_e4m3(*args), q2.to_e4m3(*args))
 
 
 def e4m3_gpu() -> str:

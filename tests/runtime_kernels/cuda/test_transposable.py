@@ -11,7 +11,7 @@ from itertools import product
 import pytest
 import torch
 
-from q2compile.runtime_kernels.cuda import transpose as turn
+from q2compile.runtime_kernels.cuda import other_ops
 from q2compile.runtime_kernels.cuda.quantize import quantizers
 from q2compile.runtime_kernels.ops.table import QUANTIZE, TRANSPOSE, QuantizerCall, rowwise_call
 from q2compile.runtime_kernels.registry import select
@@ -132,7 +132,7 @@ def assert_alike(quantize: Callable, transpose: Callable, some: slice = slice(No
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90a", "sm_100a"])
 def test_the_kernel_has_the_bits_of_the_reference(architecture, monkeypatch) -> None:
     launches_on_cpu(monkeypatch, architecture)
-    assert_alike(quantizers.quantize, turn.transpose)
+    assert_alike(quantizers.quantize, other_ops.transpose)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -146,7 +146,7 @@ def test_the_calls_of_its_self_checks_agree(monkeypatch) -> None:
             want = QuantizerCall.of(QUANTIZE, small.args)()
             assert_same_bits(quantizers.quantize(*small.args), want)
     for small in small_calls(form_of(TRANSPOSE, next(codes()))):
-        assert_same_bits(turn.transpose(*small.args), q2.transpose(*small.args))
+        assert_same_bits(other_ops.transpose(*small.args), q2.transpose(*small.args))
 
 
 def test_its_ptx_has_too(monkeypatch) -> None:
@@ -154,7 +154,7 @@ def test_its_ptx_has_too(monkeypatch) -> None:
     waits."""
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings", exc_type=ImportError)
     ptx.serve(monkeypatch, "sm_90a")
-    assert_alike(quantizers.quantize, turn.transpose, slice(1, None, 3))
+    assert_alike(quantizers.quantize, other_ops.transpose, slice(1, None, 3))
 
 
 @pytest.mark.gpu

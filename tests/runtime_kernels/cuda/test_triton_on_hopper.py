@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import q2compile.runtime_kernels as runtime_kernels
-from q2compile.runtime_kernels.cuda.gemm import grouped_triton_fp4, triton_fp4
+from q2compile.runtime_kernels.cuda.gemm import triton_fp4
 from q2compile.runtime_kernels.numerics.layout import pack_bits
 from q2compile.runtime_kernels.registry import REFERENCE, select
 from q2compile.runtime_kernels.selfcheck import GEMM_ERROR
@@ -83,7 +83,7 @@ def test_grouped_products(gemm, scheme, tmp_path) -> None:
     operands = *quantized(*a, scheme), *quantized(*b, scheme)
     args = (*operands, chunks if gemm == "wgrad" else ends, scheme, scheme, gemm, BF16)
     want = select("grouped_gemm", args, REFERENCE)(*args)
-    got = grouped_triton_fp4.grouped_gemm_triton(*args)
+    got = triton_fp4.grouped_gemm_triton(*args)
     if gemm != "wgrad":  # rows of no group: 192, which the reference may leave
         assert not got[8000:].any()
         got, want = got[:8000], want[:8000]

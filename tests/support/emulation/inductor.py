@@ -30,7 +30,7 @@ from q2compile.runtime_kernels.cuda import (
 from q2compile.runtime_kernels.cuda.call_site import CallSite
 from q2compile.runtime_kernels.cuda.gemm import (
     cublaslt_fp4,
-    scaled_grouped_mm,
+    scaled_mm,
 )
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
 from q2compile.runtime_kernels.kernel_states import KNOWN
@@ -179,6 +179,6 @@ def serve_as_on(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
     monkeypatch.setattr(CallSite, "enqueue", lambda site, given: None)
     monkeypatch.setattr(cublaslt_fp4, "ready", lambda product: None)
     monkeypatch.setattr(calls, "unsupported", lambda index: None)
-    monkeypatch.setattr(scaled_grouped_mm, "unsupported", lambda index: None)
+    monkeypatch.setattr(scaled_mm, "unsupported", lambda index: None)
     found = divmod(capability, 10)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: found)

@@ -8,8 +8,9 @@ import os
 import pytest
 import torch
 
+from q2compile.runtime_kernels.cuda import other_ops
 from q2compile.runtime_kernels.cuda.gemm import grouped_mm
-from q2compile.runtime_kernels.cuda.quantize import plan, rotate_quantize, split_scales
+from q2compile.runtime_kernels.cuda.quantize import plan, rotate_quantize
 from q2compile.runtime_kernels.ops.table import QuantizerCall
 from tests.support import emulation, ptx
 from tests.support.quantizer_calls import launched
@@ -33,7 +34,7 @@ def launches_on_cpu(
 def pretend_device(monkeypatch: pytest.MonkeyPatch, room: int, multiprocessors: int = 2) -> None:
     """Launches are planned for a GPU with so many multiprocessors, and this much shared memory in
     each."""
-    for module in (plan, split_scales, grouped_mm):
+    for module in (plan, other_ops, grouped_mm):
         monkeypatch.setattr(module, "multiprocessors", lambda index: multiprocessors)
     monkeypatch.setattr(rotate_quantize, "shared_memory", lambda index: room)
 
