@@ -82,6 +82,8 @@ class _Child:
             start_new_session=True,  # Ctrl-C is its parent's
         )
         self.pid = self._process.pid
+        # Takes its status when it ends of itself, idle: otherwise a zombie would be left.
+        threading.Thread(target=self._process.wait, daemon=True).start()
         pipes: Any = self._process.stdin, self._process.stdout
         self.asked = Connection(os.dup(pipes[0].fileno()), readable=False)
         self._answers = Connection(os.dup(pipes[1].fileno()), writable=False)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -50,7 +51,7 @@ class ForkedPython:
                 self._status = self._running.poll()
             return self._status
 
-    def wait(self, timeout: float) -> int:
+    def wait(self, timeout: float = math.inf) -> int:
         end = time.monotonic() + timeout
         while (status := self.poll()) is None:
             if time.monotonic() > end:

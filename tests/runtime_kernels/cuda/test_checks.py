@@ -323,6 +323,17 @@ def test_an_orphan_keeps_its_result(folder) -> None:
     assert check_results.stored(asked).reason.startswith(ENDS["wrong"])
 
 
+def test_a_child_that_ends_of_itself_leaves_no_zombie(monkeypatch) -> None:
+    """An idle child ends, and nobody asks for its status before the next check, if there is one."""
+    monkeypatch.setattr(check_child, "subprocess", subprocess)
+    monkeypatch.setattr(check_child, "_PROGRAM", "# {path!r}")
+    child, end = check_child._Child(), time.monotonic() + 60
+    while os.path.exists(f"/proc/{child.pid}"):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert child.end() == "ended with status 0"
+
+
 def test_each_check_is_in_the_log_before_it_runs(folder, caplog) -> None:
     with caplog.at_level("DEBUG", logger="q2compile"):
         checks.rejection(request("wrong", folder))
