@@ -37,6 +37,22 @@ def test_a_new_recipe_s_files_are_those_of_its_test() -> None:
     assert len(read) >= 3 and {name for name in read if f"`{name}`" not in guide} == set()
 
 
+def test_pages_for_developers_name_what_there_is() -> None:
+    """Every `name_in_code` and `folder/file.py` is in the repository, unless the page adds it."""
+    files = [path for path in tracked(ROOT) if path.suffix != ".md"]
+    words = {word for path in files for word in re.findall(rb"\w+", path.read_bytes())}
+    paths = {f"/{path.relative_to(ROOT)}" for path in tracked(ROOT)}
+    for page in (GUIDES / "extend.md", ROOT / "CONTRIBUTING.md"):
+        text = page.read_text()
+        added = {*re.findall(r"adds? `(\w+)`|and `(\w+)`, which round|publish `(\w+)`", text)}
+        added = {name for names in added for name in names}
+        names = {*re.findall(r"`(\w*[a-z]_\w+)`", text)} - added
+        assert {name for name in names if name.encode() not in words} == set(), page.name
+        named = {*re.findall(r"`([\w/]+\.(?:py|cuh?|js|json|md))`", text)}
+        ends = {file for file in named if not any(path.endswith(f"/{file}") for path in paths)}
+        assert ends == set(), page.name
+
+
 def test_guides_have_no_dates_and_no_measurements() -> None:
     """Those are on the page of measurements. A version is none."""
     for path in sorted(GUIDES.glob("*.md")):
