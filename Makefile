@@ -65,7 +65,7 @@ install: $(VENV)/.with-train,dev
 test: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(TESTS)
 
-quick: TESTS := $(QUICK) -k 'not inductor'
+quick: TESTS := $(QUICK) -k 'not [inductor]'
 quick: test
 
 test-torch: test

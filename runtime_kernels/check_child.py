@@ -137,7 +137,8 @@ class Checker:
     """Runs checks one after the other in a child, which it starts when there is one to run."""
 
     def __init__(self) -> None:
-        self._lock, self._turn = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
+        self._turn = threading.Lock()  # held by the thread whose check the child runs
         self._futures: dict[Check, Future] = {}
         self._child: _Child | None = None
         self._unable: Unable | None = None
@@ -151,7 +152,10 @@ class Checker:
                 future = self._futures[request.check] = Future()
                 # A daemon does not keep the process from ending.
                 asked = request, after, future
-                threading.Thread(target=self._serve, args=asked, daemon=True).start()
+                try:
+                    threading.Thread(target=self._serve, args=asked, daemon=True).start()
+                except RuntimeError as error:
+                    future.set_result(Unable(f"no thread can be started: {error}"))
         return future
 
     def forget(self) -> None:
@@ -166,13 +170,13 @@ class Checker:
         return "" if child is None else child.end()
 
     def _serve(self, request: Request, after: Sequence[Future], future: Future) -> None:
-        for each in after:
-            each.exception()  # the child meets it, too
-        with self._turn:
-            try:
+        try:
+            for each in after:
+                each.exception()  # the child meets it, too
+            with self._turn:
                 future.set_result(self._result(request))
-            except Exception as error:  # whatever it is, nobody may wait for ever
-                future.set_result(Unable(f"{type(error).__name__}: {error}"))
+        except Exception as error:  # whatever it is, nobody may wait for ever
+            future.set_result(Unable(f"{type(error).__name__}: {error}"))
 
     def _result(self, request: Request) -> Result | Unable:
         struck = set[Check]()

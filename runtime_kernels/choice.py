@@ -115,6 +115,7 @@ def choose(op: str, args: Sequence, graph: InGraph | None = None) -> Choice:
 
     graph: what is known of a call that Inductor lowers; None for a call that runs as an op.
     """
+    # Results of checks are only added, so their number says which were known.
     key = op, graph, assumed_capability(), len(KNOWN.checks), *map(_descriptor, args)
     try:
         found = KNOWN.choices.get(key)

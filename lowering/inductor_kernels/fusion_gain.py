@@ -53,10 +53,11 @@ def why_not(scheme: Scheme, computed: ComputedOperand, capability: int) -> str |
     reason in words. capability: the major compute capability of the GPU."""
     if expected(scheme, computed, capability) <= _MARGIN:
         return None
-    high, low = (f"{expected(scheme, computed, capability, end):.2f}" for end in ENDS)
+    ends = sorted(f"{expected(scheme, computed, capability, end):.2f}" for end in ENDS)
+    times = "-".join(dict.fromkeys(ends))
     return (
         f"fused into {computed.instructions:.0f} instructions on {computed.bytes_read:.1f} bytes "
-        f"per element it is expected to take {low}-{high} times as long as two kernels"
+        f"per element it is expected to take {times} times as long as two kernels"
     )
 
 

@@ -80,7 +80,7 @@ def own_and_bf16(times: Iterable[Mapping[str, float]]) -> tuple[Range, Range]:
 
 
 def over_bf16(times: Iterable[Mapping[str, float]]) -> Range:
-    """The first of `own_and_bf16` over the second."""
+    """The time of rows of a report divided by BF16's (`own_and_bf16`)."""
     own, bf16 = own_and_bf16(times)
     return own / bf16
 

@@ -81,7 +81,7 @@ def write(
 ) -> tuple[Any, list[fx.Node]]:
     """Write what ``function`` does with tensors where the graph inserts. Returns its result, with
     nodes in place of tensors, and all new nodes. Nothing is done in place. Sizes are numbers, or
-    those of tensors that are written.
+    those of tensors that are given or written.
     """
     writer = _Writer(like, given)
     with torch.no_grad(), _fake_mode(like), writer:

@@ -56,7 +56,7 @@ class DumpFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.report = RunReport()
-        self.report.changed = self.write_report
+        self.report.on_change = self.write_report
         _make(path)
         ours = _linkless(path / _MARKER).exists()
         theirs = [name for name in _REPORTS if not ours and _linkless(path / name).exists()]

@@ -180,7 +180,7 @@ class GraphLog:
 
     def _write_reports(self) -> None:
         for report in self._reports:
-            report.changed()
+            report.on_change()
 
 
 def _note_gathered(graph: fx.Graph, rows: list[Row]) -> None:

@@ -63,7 +63,8 @@ class _Origins:
     frames  [file, line, function, code]
     stacks  lists of places in frames, outermost first
     stages  stage -> node's name -> [place in stacks or -1, the node of Dynamo's graph or ""]
-    saved   as `saved_for_backward.described` gives them; null before there is a backward
+    saved   what `saved_for_backward.described` says of each tensor that the backward takes from
+            the forward; null before there is a backward
     """
 
     frames: dict[Frame, int] = field(default_factory=dict)

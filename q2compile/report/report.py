@@ -32,7 +32,7 @@ class RunReport:
     def __init__(self) -> None:
         self.compiled_rows: list[Row] = []
         self.graphs = 0
-        self.changed: Callable[[], None] = lambda: None  # called when it has something new
+        self.on_change: Callable[[], None] = lambda: None  # called when it has something new
         self.faults: list[str] = []
         self.graph_files: dict[int, dict[str, str]] = {}  # number -> what its dump would hold
         self.run = RunFacts()

@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ops other than quantizers and GEMMs, each by a kernel of its name: q2::dequantize, also the
-first step of the emulated GEMM; q2::masked_unrotate, the backward of QuEST; q2::signs;
-q2::split_scales, of raw scales by Inductor's kernels (partial_max.cu, then align_scales.cu);
-q2::to_e4m3; and q2::transpose, of codes that the backward uses again, in square blocks (those of
-scheme fp8: transposable.cu)."""
+"""Ops other than quantizers and GEMMs.
+
+q2::dequantize         dequantize.cu, also the first step of the emulated GEMM
+q2::masked_unrotate    masked_unrotate.cu, the backward of QuEST
+q2::signs              signs.cu, the signs of a random Hadamard transform
+q2::split_scales       partial_max.cu, then align_scales.cu: raw scales from Inductor's kernels
+q2::to_e4m3            to_e4m3.cu, MXFP4 codes for fp8 tensor cores
+q2::transpose          transpose.cu: codes in square blocks, which the backward uses again; codes of
+                       fp8 by transposable.cu
+"""
 
 import functools
 from collections.abc import Iterator

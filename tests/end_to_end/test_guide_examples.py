@@ -15,6 +15,7 @@ import pytest
 from q2compile.config import CONFIG_FILE_VARIABLE
 from q2compile.report import announce
 from tests.support.new_process import restart_clock
+from tests.support.page_data import data_of
 
 GUIDES = Path(__file__).resolve().parents[2] / "examples" / "guides"
 PROGRAMS = sorted(path.stem for path in GUIDES.glob("*.py"))
@@ -73,7 +74,8 @@ def test_explain_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     printed = capsys.readouterr().out
     assert "7 of 8 matmuls with a weight taken" in printed
     assert "policy: 'lm_head' says bf16" in printed
-    assert "model.layers.0.mlp.down_proj" in Path("report.html").read_text()
+    page = data_of(Path("report.html").read_text())
+    assert "model.layers.0.mlp.down_proj" in {row["module"] for row in page["rows"]}
 
 
 def test_policy_per_module(capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,10 +79,11 @@ def kind_of(arg: Any) -> Any:
     return type(arg) if type(arg) is int else arg
 
 
-def test_equal_layers_have_equal_calls(sources, monkeypatch) -> None:
+@pytest.mark.parametrize("fuse", [False, True])
+def test_equal_layers_have_equal_calls(fuse, sources, monkeypatch) -> None:
     """Kernels are looked up once for each kind of call in a graph, so the second layer asks for
-    nothing that the first has asked for. Only grouped launches are asked for
-    again: `choose` remembers them."""
+    nothing that the first has asked for. Only grouped launches are asked for again: `choose`
+    remembers them."""
     monkeypatch.setattr(fusion_rule, "why_not", lambda *args: None)
     asked: Counter[Any] = Counter()
     choose = launches.choose
@@ -93,8 +94,8 @@ def test_equal_layers_have_equal_calls(sources, monkeypatch) -> None:
         return choose(op, args)
 
     monkeypatch.setattr(launches, "choose", counted)
-    compile_layers(2, fuse_rotations=True)
-    assert any("q2_fused_1" in source for source in sources)
+    compile_layers(2, fuse_rotations=fuse)
+    assert fuse == any("q2_fused_1" in source for source in sources)
     assert max(asked.values()) == 1, asked
     assert sum(op == "requantize" for _, op, *_ in asked) == 2  # of x and of w
 

@@ -84,7 +84,8 @@ def test_the_reference_s_bits(scheme, shape, monkeypatch) -> None:
 
 @pytest.mark.usefixtures("vectors")
 def test_the_reference_s_bits_by_vectors(monkeypatch) -> None:
-    check_the_reference_s_bits(FOUR_SIX, (64, 256), monkeypatch)
+    """Those of 4/6 are in tests/end_to_end/test_nonfinite.py."""
+    check_the_reference_s_bits("nvfp4_search", (64, 256), monkeypatch)
 
 
 def check_the_reference_s_bits(scheme, shape, monkeypatch) -> None:

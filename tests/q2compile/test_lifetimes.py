@@ -84,7 +84,7 @@ CASES = {
 
 
 # Options that change what an inference graph does.
-IN_INFERENCE = ["eager", "inductor", "cache_weights", "telemetry"]
+IN_INFERENCE = ["eager", "inductor", "cache_weights", "cache_weights and inductor", "telemetry"]
 
 
 @pytest.mark.parametrize(

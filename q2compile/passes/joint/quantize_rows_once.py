@@ -108,7 +108,7 @@ def _named(
     found: GatheredRows, source: Tensor, index: Tensor, *masks: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The matrix that is quantized, and the rows that are gathered from its codes."""
-    rows = index.flatten()
+    rows = _flat(index)
     for cast in reversed(found.casts):
         to: Any = cast.target
         source = to(source, *cast.args[1:], **cast.kwargs)
@@ -117,7 +117,7 @@ def _named(
     if masks:
         count = source.shape[0]
         rows = torch.where(rows < 0, rows + count, rows)
-        flat = [mask.flatten() for mask in masks]
+        flat = [_flat(mask) for mask in masks]
         sides = [zeroed.where_set for zeroed in found.zeroed]
         zeroed = [m if s else m.logical_not() for m, s in zip(flat, sides, strict=True)]
         behind = torch.full((), count, dtype=rows.dtype, device=rows.device)
@@ -127,3 +127,8 @@ def _named(
     named = none.index_put((rows,), torch.full((), True, device=rows.device))
     zero = torch.full((), 0, dtype=source.dtype, device=source.device)
     return torch.where(named.unsqueeze(1), source, zero), rows
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """`flatten` would ask for the number of elements, which no node has if sizes are symbols."""
+    return tensor if tensor.dim() == 1 else tensor.contiguous().view(-1)

@@ -35,7 +35,7 @@ struct Matrix {
 struct Params {
   Matrix matrices[kMaxMatrices];
 };
-static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout in dequantize.py");
+static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout in other_ops.py");
 
 Q2_INLINE float decode_scale(u32 byte) {
   return kMx ? from_e8m0(byte) : from_e4m3(byte);

@@ -25,7 +25,7 @@ struct Params {
   long long chunks;
   float norm;
 };
-static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout in masked_unrotate.py");
+static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout in other_ops.py");
 
 Q2_INLINE Pair dequantized(u32 word) {
   return kType == BF16 ? from_bf16x2(word) : from_f16x2(word);

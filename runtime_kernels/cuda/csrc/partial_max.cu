@@ -16,7 +16,7 @@ struct Params {
   u32* largest;
   long long count;
 };
-static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout in split_scales.py");
+static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout in other_ops.py");
 
 extern "C" __global__ void __launch_bounds__(kThreads) partial_max(const __grid_constant__ Params p) {
   allow_next_kernel();

@@ -16,7 +16,7 @@ struct Params {
   float* out;
   int size;
 };
-static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout in signs.py");
+static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout in other_ops.py");
 
 extern "C" __global__ void __launch_bounds__(kThreads) signs(const __grid_constant__ Params p) {
   int j = threadIdx.x;

@@ -20,7 +20,7 @@ struct Params {
   u32* out;
   int rows, blocks, row_shift, tiles_across, words;
 };
-static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout in gemm.py");
+static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout in swizzle.py");
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     swizzle_scales(const __grid_constant__ Params p) {

@@ -34,7 +34,7 @@ struct Params {
   long long groups;  // of 16 codes
   int groups_across;
 };
-static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout in to_e4m3.py");
+static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout in other_ops.py");
 
 Q2_INLINE u32 larger_scale(u32 largest, u32 byte) {
   return max(largest, (byte + 1) & 0xFF);

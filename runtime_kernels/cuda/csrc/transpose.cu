@@ -28,7 +28,7 @@ struct Params {
   int tiles_across;        // of the codes, up to `rows` columns
   int scales_across, blocks;  // scales in a row: of the codes, of the result
 };
-static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout in transpose.py");
+static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout in other_ops.py");
 
 // Bit 2 of row and column change places, then bits 1, then bits 0.
 Q2_INLINE void turn(u32 (&x)[8]) {

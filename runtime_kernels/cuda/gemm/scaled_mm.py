@@ -10,11 +10,11 @@ rows of the second operand are padded to a multiple of 16, and the result is cut
 q2::grouped_gemm of fp8 operands is torch._scaled_grouped_mm, on a Hopper: one launch, and the host
 does not wait for the device.
 
-torch takes a scale for each row of an operand. Here all are the tensor's, powers of two, so only
-the order of the sums differs from a BF16 product's (use_fast_accum=False). The
-rules of torch 2.11 to 2.15, in GroupedBlas.cpp and GroupMMCommon.cuh: sizes and the ends of
-contracted groups are multiples of 16, and the result is bf16. No contracted group may be empty,
-which CUTLASS cannot describe to the hardware, so wgrad's are filled (ops/padded_ends.py).
+The grouped product takes a scale for each row of an operand. Here all are the tensor's, powers of
+two, so only the order of the sums differs from a BF16 product's. torch 2.11 to 2.15
+(GroupedBlas.cpp, GroupMMCommon.cuh) ask that sizes and the ends of contracted groups be multiples
+of 16, and return bf16. No contracted group may be empty, which CUTLASS cannot describe to the
+hardware, so wgrad's are filled (ops/padded_ends.py).
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """q2::gemm, q2::gemm_masked_unrotate (triton_kernel.py) and q2::grouped_gemm
 (triton_grouped_kernel.py) by tl.dot_scaled: fp4 tensor cores in one launch, for nvfp4 and mxfp4.
-The host does not wait for the device."""
+A grouped product does not make the host wait for the device."""
 
 import functools
 import importlib.util

@@ -379,6 +379,7 @@ SCENARIOS: dict[str, Callable[[Attach], Run]] = {
     "fp32_columns": simple(
         4, policy=None, options=EXACT, shard_placement_fn=lambda p: Shard(min(p.ndim - 1, 1))
     ),
+    "whole_blocks": simple(4, whole=True),
     "offloaded": simple(4, offload_policy=CPUOffloadPolicy(pin_memory=False)),
     "roots": simple(roots=True, policy=None),
     "not_compiled": simple(4, compiled=False),
@@ -417,7 +418,7 @@ ALONE = (
     "hidden",
 )  # compared with no run, or with one that others have
 SAME = {
-    **dict.fromkeys(("offloaded", "attached_late", "not_compilable"), "quartet2"),
+    **dict.fromkeys(("whole_blocks", "offloaded", "attached_late", "not_compilable"), "quartet2"),
     "after_an_equal_model": "quartet2",
     **dict.fromkeys(("uneven_checkpointed", "uneven_kept"), "uneven"),
 }

@@ -24,7 +24,7 @@ from expert_parallel import EXPERTS, INNER, WIDTH
 from training import HIDDEN, LAYERS, VOCAB
 
 Found = list[dict[str, Any]]  # of each rank: scenario -> Run
-FORMS = ["quartet2", "recipes", "uneven_checkpointed", "uneven_kept", "changed"]
+FORMS = ["quartet2", "recipes", "whole_blocks", "uneven_checkpointed", "uneven_kept", "changed"]
 FORMS += ["attached_late", "evaluated", "fp32_columns", "not_compiled", "bare", "experts_rows"]
 FORMS += ["offloaded", "not_compilable", "read_by_others", "absorbed", "hooked"]
 FORMS += ["hooked_inside", "after_an_equal_model"]
@@ -129,6 +129,14 @@ def test_a_killed_run_goes_on(two: Found, afterwards: Found) -> None:
         assert not rest.error, rest.error
         assert (rest.losses, rest.digests) == (whole.losses[4:8], whole.digests[4:8])
         assert rest.bytes[-1] == plain["quartet2"].bytes[-1]
+
+
+def test_all_of_a_compiled_model(two: Found) -> None:
+    """Where blocks are sharded one by one, their hooks break the graph in a loop, and Dynamo skips
+    the head, as without gather_codes."""
+    blocks = two[0]["whole_blocks"]
+    assert blocks.bytes == two[0]["quartet2"].bytes[: len(blocks.bytes)]
+    assert blocks.why["head"].startswith("not seen: no compiled graph")
 
 
 def test_reasons(two: Found, four: Found) -> None:

@@ -195,9 +195,10 @@ def test_a_step_of_each_op(layer: Any) -> None:
 
 # A loop is several linears. They and grouped matmuls are compiled by Inductor in
 # tests/q2compile/passes/test_gather_scattered.py and tests/q2compile/test_backend.py.
-def test_inductor_gives_what_eager_gives() -> None:
+@pytest.mark.parametrize("layer", [looked_up, equal_groups])
+def test_inductor_gives_what_eager_gives(layer: Any) -> None:
     """One layer, from the same seed. Random rounding differs where a sum is rounded differently."""
-    model, (x, ids), results = One(looked_up), tokens(looked_up), []
+    model, (x, ids), results = One(layer), tokens(layer), []
     for inner in ("eager", "inductor"):
         torch._dynamo.reset()
         y = compiled(model, inner=inner)[0](x, ids)

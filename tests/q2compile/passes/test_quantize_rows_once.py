@@ -177,7 +177,10 @@ def test_bits_of_inductors_code() -> None:
     assert all(map(equal, ours, plain))
 
 
-@pytest.mark.parametrize("gather", [hugging_face, sentinels], ids=lambda g: g.__name__)
+DYNAMIC = [hugging_face, in_two_dimensions, sentinels, sentinels_by_where]
+
+
+@pytest.mark.parametrize("gather", DYNAMIC, ids=lambda g: g.__name__)
 def test_inference_and_dynamic_sizes(gather) -> None:
     results = []
     for off in ([], ["quantize_rows_once"]):

@@ -146,7 +146,7 @@ def test_training_goes_on_with_the_right_numbers(candidate, folder, how) -> None
     assert runs(folder) == [how] * RUNS.get(how, 1) and calls == []
 
 
-@pytest.mark.parametrize("how", ["trap", "illegal"])
+@pytest.mark.parametrize("how", ["trap", "illegal", "hang"])
 def test_the_kernel_inside_of_a_check_is_the_one(folder, how) -> None:
     """A GEMM's check runs dequantize. If that one fails, the GEMM is checked again."""
     assert checks.rejection(request(f"inside {how}", folder)) is None

@@ -22,6 +22,7 @@ from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.numerics.swizzle import swizzle_32x4x4
 from q2compile.runtime_kernels.numerics.transforms import get_transform
 from q2compile.runtime_kernels.ops.gemm import Factor
+from tests.support.pairwise import covering
 
 assert runtime_kernels  # importing it registers the ops
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -129,9 +130,11 @@ def grouped_cases() -> list[tuple]:
         *itertools.product(["wgrad"], CHUNKS[:1], [(130, 40)], nvfp4[:1] + mxfp4),
         ("wgrad", CHUNKS[1], (40, 300), nvfp4[0]),
     ]
-    # A tile each, in turn: all four meet every GEMM and every size.
     return [
-        (name, *groups, *size, s, tiles[i % 4]) for i, (name, groups, size, s) in enumerate(cases)
+        (name, *groups, *size, s, tile)
+        for name, groups, size, s, tile in covering(
+            (*case, tile) for case in cases for tile in tiles
+        )
     ]
 
 

@@ -284,7 +284,7 @@ function errorAttributes({ module, error: { high, what, error, gaussian, step } 
 }
 
 function ratioAttributes({ ratio, words }) {
-  return { class: `number ratio${ratio > 1.005 ? " slower" : ""}`, title: words };
+  return { class: `number ratio${ratio > 1.05 ? " slower" : ""}`, title: words };
 }
 
 // A module's share, once for several matmuls of it.
