@@ -47,6 +47,13 @@ FAULTS = (
         _NUMERICS,
     ),
     fault(
+        "a shard's quantizer never finds the least global scale",
+        "runtime_kernels/numerics/shards.py",
+        "else 1536.0 * g\n",
+        "else 1536.0 * g.clamp(min=2.0**-125)\n",
+        f"{_NUMERICS}/test_shards.py",
+    ),
+    fault(
         "MS-EDEN without its correction",
         "runtime_kernels/numerics/nvfp4.py",
         "    corrected = pseudo * correction\n",

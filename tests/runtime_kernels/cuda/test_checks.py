@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 
@@ -296,6 +297,20 @@ def test_where_no_child_can_run_it_runs_here(monkeypatch, folder) -> None:
     found, said = refused("wrong", folder)
     assert found.startswith(ENDS["wrong"]) and len(said) == 1
     assert "no torch" in checks.CHECKER._unable.why
+
+
+def test_a_check_whose_thread_cannot_start_is_answered(monkeypatch, folder) -> None:
+    """As under a limit of processes. The next time it may start."""
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        for _ in range(2):
+            found = checks.CHECKER.submit(request("right", folder)).result(1)
+            assert found.why == "no thread can be started: can't start new thread"
+    assert checks.CHECKER.submit(request("right", folder)).result(60).reason is None
 
 
 @pytest.mark.usefixtures("checked_here")
