@@ -16,7 +16,8 @@ from q2compile import lowering
 from q2compile.compiler.instrumentation import Instrumentation
 from q2compile.compiler.joint_passes import JointPasses
 from q2compile.compiler.partitioner import Partitioner
-from q2compile.compiler.post_grad_passes import Fault, Insertion, PostGradPasses
+from q2compile.compiler.pass_runner import Fault
+from q2compile.compiler.post_grad_passes import Insertion, PostGradPasses
 from q2compile.compiler.watcher import Watcher
 from q2compile.config import Config, saves_weights_by_peak, uses_cuda_graphs
 from q2compile.graph.nodes import q2_nodes
@@ -152,7 +153,7 @@ def _compiled(
     fault: Fault | None,
 ) -> Callable[..., Any]:
     passes = PostGradPasses(config, watcher, pass_in_slot(), fault, insertion)
-    joint = JointPasses(config, passes.records, pass_in_slot(JOINT_PASS_SLOT))
+    joint = JointPasses(config, passes.records, pass_in_slot(JOINT_PASS_SLOT), fault)
     cut = None
     if saves_weights_by_peak(config):
         base = config.inductor.get(PARTITIONER_SLOT) or partitioner_in_slot()

@@ -21,7 +21,10 @@ class JointPasses(PassRunner):
         if self.first is not None:
             self.first(graph)
         if tangents(graph):
-            self.run_passes(graph, "joint")
+            self.run(graph, "joint")
+
+    def _run(self, graph: fx.Graph, kind: str) -> None:
+        self.run_passes(graph, kind)
 
     def wanted(self, graph: fx.Graph) -> PassConditions:
         config = self.config

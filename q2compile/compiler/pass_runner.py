@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from torch import fx
@@ -11,11 +12,15 @@ from torch import fx
 from q2compile import passes
 from q2compile.compiler.cache_key import source_hash
 from q2compile.config import Config
+from q2compile.errors import BackendError
 from q2compile.graph.nodes import op_counts
 from q2compile.passes.record import PassRecord
 from q2compile.runtime_kernels.check_results import rejections
 from q2compile.runtime_kernels.kernel_states import disabled_kernels
+from q2compile.torch_internals.dynamo import copied, noted
 from q2compile.torch_internals.inductor import CustomGraphPass
+
+Fault = Callable[[str, str, fx.GraphModule, Exception], Exception]
 
 
 class PassRunner(CustomGraphPass):
@@ -25,16 +30,41 @@ class PassRunner(CustomGraphPass):
     config   names the passes to leave out, and decides which are wanted
     records  where a PassRecord of each pass and graph goes, zero matches included
     first    a pass that was in Inductor's slot before; it runs first
+    fault    called when a pass or a check raises, with (what did, kind, the graph as it came, the
+             error); its result is raised
     running  the pass that runs now, in words
     """
 
     kind: passes.Kind
 
-    def __init__(self, config: Config, records: list[PassRecord], first: Any = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        records: list[PassRecord],
+        first: Any = None,
+        fault: Fault | None = None,
+    ) -> None:
         self.config = config
         self.records = records
         self.first = first
+        self.fault = fault
         self.running = ""
+
+    def run(self, graph: fx.Graph, kind: str) -> None:
+        """Run the passes over a "joint", "forward" or "backward" graph, in place."""
+        if self.fault is None:
+            self._run(graph, kind)
+            return
+        came = noted(graph)
+        try:
+            self._run(graph, kind)
+        except BackendError:
+            raise
+        except Exception as error:
+            raise self.fault(self.running, kind, copied(module_of(graph), came()), error) from error
+
+    def _run(self, graph: fx.Graph, kind: str) -> None:
+        raise NotImplementedError
 
     def wanted(self, graph: fx.Graph) -> passes.PassConditions:
         """The facts that decide which passes this graph gets."""
@@ -76,3 +106,9 @@ class PassRunner(CustomGraphPass):
             return own
         other = self.first.uuid() if isinstance(self.first, CustomGraphPass) else None
         return None if other is None else (own, other)
+
+
+def module_of(graph: fx.Graph) -> fx.GraphModule:
+    gm = graph.owning_module
+    assert gm is not None
+    return gm

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +10,9 @@ import torch
 from torch import fx
 
 from q2compile.compiler.instrumentation import Instrumentation
-from q2compile.compiler.pass_runner import PassRunner
+from q2compile.compiler.pass_runner import Fault, PassRunner, module_of
 from q2compile.compiler.watcher import Watcher
 from q2compile.config import Config, resolved_policy
-from q2compile.errors import BackendError
 from q2compile.graph.nodes import device_of, name_of, q2_nodes, values
 from q2compile.passes import PassConditions
 from q2compile.passes.verify import check_spec
@@ -22,11 +20,8 @@ from q2compile.runtime_kernels.choice import ops
 from q2compile.runtime_kernels.kernel_states import AWAITED
 from q2compile.runtime_kernels.registry import bound, warm_up
 from q2compile.torch_internals.aot_autograd import graph_kind
-from q2compile.torch_internals.dynamo import copied, noted
 
 _MEASURED = 9  # major compute capability of the GPUs on which fuse_rotations="auto" fuses
-
-Fault = Callable[[str, str, fx.GraphModule, Exception], Exception]
 
 
 @dataclass(frozen=True)
@@ -48,8 +43,6 @@ class PostGradPasses(PassRunner):
     """Runs the passes over a forward or a backward graph, verifying it at entry and at exit.
 
     watcher    notified of each graph before and after
-    fault      called when a pass or a check raises, with (what did, kind, the graph as it came,
-               the error); its result is raised
     insertion     changes a graph after all passes, and after the watcher has seen it
     """
 
@@ -63,9 +56,8 @@ class PostGradPasses(PassRunner):
         fault: Fault | None = None,
         insertion: Insertion | None = None,
     ) -> None:
-        super().__init__(config, [], first)
+        super().__init__(config, [], first, fault)
         self.watcher = watcher
-        self.fault = fault
         self.insertion = insertion
         self._unloaded: list[fx.Graph] = []  # whose kernels are still to be checked
 
@@ -74,31 +66,18 @@ class PostGradPasses(PassRunner):
             self.first(graph)
         self.run(graph, graph_kind(graph))
 
-    def run(self, graph: fx.Graph, kind: str) -> None:
-        """Run the passes over a "forward" or "backward" graph, in place."""
-        if self.fault is None:
-            self._run(graph, kind)
-            return
-        came = noted(graph)
-        try:
-            self._run(graph, kind)
-        except BackendError:
-            raise
-        except Exception as error:
-            raise self.fault(self.running, kind, copied(_module(graph), came()), error) from error
-
     def _run(self, graph: fx.Graph, kind: str) -> None:
         random_forward = resolved_policy(self.config).random_forward
         self.running = "the check before the passes"
         check_spec(graph, kind, f"{kind} graph before the passes", random_forward)
         if self.watcher is not None:
-            self.watcher.before_passes(_module(graph), kind)
+            self.watcher.before_passes(module_of(graph), kind)
         self.run_passes(graph, kind)
         self.running = "the check after the passes"
         graph.lint()
         check_spec(graph, kind, f"{kind} graph after the passes", random_forward)
         if self.watcher is not None:
-            self.watcher.after_passes(_module(graph), kind, self.records)
+            self.watcher.after_passes(module_of(graph), kind, self.records)
         if self.insertion is not None:
             self.running = "telemetry"
             self.insertion(graph, kind)
@@ -144,12 +123,6 @@ def fuses_rotations(config: Config, device: torch.device | None) -> bool:
     if device is None or device.type != "cuda" or config.inner == "eager":
         return False
     return torch.cuda.get_device_capability(device)[0] == _MEASURED
-
-
-def _module(graph: fx.Graph) -> fx.GraphModule:
-    gm = graph.owning_module
-    assert gm is not None
-    return gm
 
 
 def _load_kernels(graph: fx.Graph) -> None:

@@ -37,7 +37,7 @@ class Faults:
         self.config, self.graph, self.folder, self.by_id = config, graph, folder, by_id
 
     def of_pass(self, stage: str, kind: str, graph: fx.GraphModule, error: Exception) -> StageError:
-        """The error of `PostGradPasses`; ``graph`` is the forward or backward graph as it came."""
+        """The error of a `PassRunner`; ``graph`` is its graph as it came."""
         hint = f" disable_passes=[{stage[5:]}] turns it off." if stage.startswith("pass ") else ""
         return self._error(stage, graph, error, f"passes({kind!r}, CONFIG)", hint, kind)
 

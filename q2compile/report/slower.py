@@ -18,7 +18,7 @@ def is_slower(times: Times) -> bool:
 
 
 def slower_text(times: Times, device: Device, *, in_fp4: bool) -> str:
-    """What follows "On a B200" in a sentence about slower matmuls. in_fp4: whether one of them
+    """The words after "On a B200" in a sentence about slower matmuls. in_fp4: whether one of them
     multiplies in FP4."""
     host, gpu = (
         sum(of.get(f"{where}_microseconds", 0.0) for of in times) for where in ("host", "gpu")

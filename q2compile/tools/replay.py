@@ -124,12 +124,14 @@ class Replay:
         return gm
 
     def passes(self, kind: str, options: Mapping[str, Any]) -> fx.GraphModule:
-        """Runs the passes over the graph, a "forward" or "backward" one, and returns it."""
+        """Runs the passes over a "joint", "forward" or "backward" graph, and returns it."""
+        from q2compile.compiler.joint_passes import JointPasses
         from q2compile.compiler.post_grad_passes import PostGradPasses
         from q2compile.config import Config
 
-        gm = self.module()
-        PostGradPasses(Config(**options)).run(gm.graph, kind)
+        gm, config = self.module(), Config(**options)
+        runner = JointPasses(config, []) if kind == "joint" else PostGradPasses(config)
+        runner.run(gm.graph, kind)
         return gm
 
     def compile(self, options: Mapping[str, Any]) -> Any:

@@ -13,10 +13,7 @@ from q2compile import passes
 
 
 def replace_pass(patch: pytest.MonkeyPatch, name: str, run: Callable[[fx.Graph], object]) -> None:
-    """Have the post-grad pass of this name do something else."""
-    rows = [
-        replace(row, run=run) if (row.graph, row.name) == ("post_grad", name) else row
-        for row in passes.PASSES
-    ]
-    assert rows != list(passes.PASSES), f"no post-grad pass {name!r}"
+    """Have the passes of this name do something else."""
+    rows = [replace(row, run=run) if row.name == name else row for row in passes.PASSES]
+    assert rows != list(passes.PASSES), f"no pass {name!r}"
     patch.setattr(passes, "PASSES", tuple(rows))

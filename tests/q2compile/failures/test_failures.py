@@ -68,6 +68,7 @@ def fails(*args, **kwargs):
 STAGES = {
     "pass 'merge_seeds' failed on the forward graph": "merge_seeds_forward",
     "pass 'merge_seeds' failed on the backward graph": "merge_seeds_backward",
+    "pass 'gather_scattered' failed on the joint graph": "gather_scattered_joint",
     "the check before the passes failed on the forward": "the_check_before_the_passes_forward",
     "capture and rewrite failed on graph": "capture_and_rewrite",
     "compilation of the rewritten graph failed on graph": "compilation_of_the_rewritten_graph",
@@ -80,7 +81,7 @@ def broken(request, monkeypatch):
     stage = request.param
     if stage.startswith("pass"):
         op = "requantize" if "backward" in stage else "quantize"
-        replace_pass(monkeypatch, "merge_seeds", fails_on(op))
+        replace_pass(monkeypatch, stage.split("'")[1], fails_on(op))
     elif stage.startswith("the check"):
         monkeypatch.setattr("q2compile.compiler.post_grad_passes.check_spec", fails)
     elif stage.startswith("capture"):
@@ -112,7 +113,8 @@ def test_the_user_gets_graph_stage_reproducer_and_the_choice(broken, tmp_path):
     assert "inner='eager'" not in message  # that is how it ran
     path = tmp_path / "graph_0" / f"reproduce_{STAGES[broken]}.py"
     assert error.reproducer == str(path) and error.stage in broken and error.graph in message
-    assert "disable_passes=['merge_seeds']" in message or not broken.startswith("pass")
+    name = broken.split("'")[1] if broken.startswith("pass") else ""
+    assert f"disable_passes=[{name!r}]" in message or not name
     with pytest.raises((KeyError, StageError), match="boom"):
         runpy.run_path(str(path), run_name="__main__")
 
