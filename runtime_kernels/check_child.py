@@ -36,7 +36,7 @@ _LATER = 0.25  # of that, once one took longer: the next may well hang, too
 _STARTING = 180.0  # seconds for Python, torch and the first use of the device
 IDLE = 20.0  # seconds, after which a child ends: it holds memory of the device
 _STDERR = 600  # characters of its end
-_PROGRAM = (
+PROGRAM = (
     "import sys; sys.path[:] = {path!r}\n"
     "from q2compile.runtime_kernels.checks import serve\n"
     "serve()"
@@ -74,7 +74,7 @@ class _Child:
         environment.pop("TORCH_TRACE", None)
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  until the process has ended
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM.format(path=sys.path)],
+            [sys.executable, "-c", PROGRAM.format(path=sys.path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,

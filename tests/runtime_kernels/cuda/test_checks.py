@@ -341,7 +341,7 @@ def test_an_orphan_keeps_its_result(folder) -> None:
 def test_a_child_that_ends_of_itself_leaves_no_zombie(monkeypatch) -> None:
     """An idle child ends, and nobody asks for its status before the next check, if there is one."""
     monkeypatch.setattr(check_child, "subprocess", subprocess)
-    monkeypatch.setattr(check_child, "_PROGRAM", "# {path!r}")
+    monkeypatch.setattr(check_child, "PROGRAM", "# {path!r}")
     child, end = check_child._Child(), time.monotonic() + 60
     while os.path.exists(f"/proc/{child.pid}"):
         assert time.monotonic() < end

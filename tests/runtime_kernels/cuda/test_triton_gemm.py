@@ -228,10 +228,9 @@ def test_grouped_of_square_blocks_and_ends_within_a_tile(major, height, whole) -
 
 
 def test_interpreted() -> None:
-    script = Path(__file__).parents[2] / "support" / "emulation" / "triton_gemm.py"
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, str(script)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    root, environment = Path(__file__).parents[3], {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "tests.support.emulation.triton_gemm"]
+    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     for said in ("20 products", "13 products, rotated back,", "22 grouped products"):
         assert f"{said} agree with the reference" in done.stdout

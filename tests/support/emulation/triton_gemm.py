@@ -2,7 +2,7 @@
 """Runs the Triton fp4 GEMMs under Triton's interpreter, which must be chosen before Triton is
 imported: a program of its own, for tests/runtime_kernels/cuda/test_triton_gemm.py.
 
-    TRITON_INTERPRET=1 python tests/support/emulation/triton_gemm.py
+    TRITON_INTERPRET=1 python -m tests.support.emulation.triton_gemm
 
 The interpreter has no dot_scaled, so this file has one, which takes the loaded operands.
 """
