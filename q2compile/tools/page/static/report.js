@@ -32,7 +32,6 @@ async function startReport() {
   startSearchKeys(search);
   startTheme();
   startSectionMarks();
-  document.documentElement.dataset.ready = "true";
 }
 
 // A run without telemetry has no operands to show, one without a dump nothing else.
@@ -45,4 +44,11 @@ function keepSections(data) {
   }
 }
 
-startReport();
+// A browser of before 2023 cannot unpack the data.
+startReport()
+  .catch((error) => {
+    console.error(error);
+    const text = `This page cannot be shown (${error}). Beside it, report.txt has the same as text.`;
+    document.querySelector("main").prepend(h("p.notice", text));
+  })
+  .finally(() => (document.documentElement.dataset.ready = "true"));

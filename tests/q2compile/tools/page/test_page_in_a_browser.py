@@ -320,6 +320,16 @@ def test_measured_times_are_shown(browser, dumped, tmp_path):
     assert text in browser.find(".details .facts").text
 
 
+def test_data_that_cannot_be_unpacked_is_said(browser, page, tmp_path):
+    """As in a browser without DecompressionStream."""
+    broken = tmp_path / "page.html"
+    broken.write_text(re.sub('(id="data">)[^<]+', r"\1AAAA", page.read_text()))
+    browser.open(broken)
+    text = browser.find("main > .notice").text
+    assert text.startswith("This page cannot be shown (TypeError") and "report.txt" in text
+    assert len(browser.errors()) == 1
+
+
 def test_a_page_of_nothing_opens(browser, tmp_path):
     path = tmp_path / "page.html"
     path.write_text(report_page("none", [], [], {}))
