@@ -34,10 +34,10 @@ def read_folder(folder: Path) -> dict[str, Any]:
         ranks      the ranks that have records
         statistics  their names
         operands   [{"rank", "module", "gemm", "operand", "format", "gaussian", "last", "curves":
-                   {name: a number for each step, null where there is none}}]. gaussian is the
-                   relative error of the scheme on N(0, 1); last the last record with an error,
-                   {"step", "relative_error"}, or null: after an Inf, and of weights that are
-                   cached, records have none
+                   {name: a number or null for each step}}]. "gaussian" is the relative error of
+                   the scheme on N(0, 1). "last" is the last record that has an error, {"step",
+                   "relative_error"}, or null: records of cached weights have none, nor have those
+                   after an Inf
         nonfinite  [{"rank", "step", "module", "gemm", "operand"}]: each rank's first
         last       the last step that was recorded, null without one
 

@@ -316,7 +316,8 @@ class Wire:
             raise RuntimeError(self._message)
 
     def was_read(self) -> bool:
-        """Whether the parameter was read without values since the last call (`WithheldMemory`)."""
+        """Return whether the parameter was read without values since the last call
+        (`WithheldMemory`)."""
         return self._withheld is not None and self._withheld.was_read()
 
     def gather_values(self) -> None:

@@ -58,8 +58,7 @@ class WithheldMemory:
         self._pages = 0 if self._is_resident(pages) else pages
 
     def was_read(self) -> bool:
-        """Whether the memory was read since the last call, and the op that read it did not raise an
-        error."""
+        """Return whether an op has read the memory since the last call without raising an error."""
         if not self._pages or not self._is_resident(self._pages):
             return False
         self._mapped.madvise(mmap.MADV_DONTNEED)  # as new

@@ -130,7 +130,8 @@ class ShardedWeight:
         self._runs = False
 
     def was_read(self) -> bool:
-        """Whether code that is not compiled has read it since the last call, without its values."""
+        """Return whether code that is not compiled has read the parameter without its values since
+        the last call."""
         return self._wire.was_read()
 
     def leave(self, has_backward: bool) -> bool:

@@ -84,7 +84,7 @@ def test_the_reference_s_bits(scheme, shape, monkeypatch) -> None:
 
 @pytest.mark.usefixtures("vectors")
 def test_the_reference_s_bits_by_vectors(monkeypatch) -> None:
-    """Those of 4/6 are in tests/end_to_end/test_nonfinite.py."""
+    """The scale search. tests/end_to_end/test_nonfinite.py compiles 4/6 with vectors."""
     check_the_reference_s_bits("nvfp4_search", (64, 256), monkeypatch)
 
 

@@ -45,8 +45,8 @@ class Tail(NamedTuple):
 
 
 def can_share(tails: Sequence[Tail]) -> bool:
-    """Whether adjacent quantizers can share their last launch: the same kernel, with room for all
-    of their operands."""
+    """Return whether adjacent quantizers can share their last launch: they use the same kernel, and
+    it has room for all of their operands."""
     launch = tails[0].launch
     alike = launch is not None and all(tail.launch == launch for tail in tails)
     return alike and sum(tail.operands for tail in tails) <= MOST_OPERANDS
