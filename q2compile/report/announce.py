@@ -31,6 +31,7 @@ from torch.utils.data import get_worker_info
 from q2compile.capture.find_matmuls import UNREAD
 from q2compile.config import Config, resolved_policy
 from q2compile.cost_model.devices import present_device
+from q2compile.cost_model.ranges import over_bf16
 from q2compile.passes.record import PassRecord
 from q2compile.recipes.recipe import GEMMS
 from q2compile.report.row import Row, shape_text
@@ -124,7 +125,7 @@ def slower(rows: Sequence[Row]) -> list[str]:
     times = [row.predicted[device.column] for row in taken]
     in_fp4 = any(not row.fprop.startswith("fp8") for row in taken)
     text = slower_text(times, device, in_fp4=in_fp4)
-    return [f"on this {device.name} {text}"] if is_slower(times) else []
+    return [f"on this {device.name} {text}"] if is_slower(over_bf16(times)) else []
 
 
 def _of_weights(rows: Sequence[Row]) -> list[Row]:

@@ -6,20 +6,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from q2compile.cost_model.devices import Device
-from q2compile.cost_model.ranges import over_bf16
+from q2compile.cost_model.ranges import Range, over_bf16
 
 Times = Sequence[Mapping[str, float]]
 _SLOWER = 1.05  # times BF16: less is within the error of the predictions
 
 
-def is_slower(times: Times) -> bool:
-    """times: what rows of a report predict for one device."""
-    return over_bf16(times).middle > _SLOWER
+def is_slower(over: Range) -> bool:
+    """Return whether a time counts as slower than BF16's. over: that time divided by BF16's."""
+    return over.middle > _SLOWER
 
 
 def slower_text(times: Times, device: Device, *, in_fp4: bool) -> str:
-    """The words after "On a B200" in a sentence about slower matmuls. in_fp4: whether one of them
-    multiplies in FP4."""
+    """The words after "On a B200" in a sentence about slower matmuls. times: what their rows in a
+    report predict for the device. in_fp4: whether one of them multiplies in FP4."""
     host, gpu = (
         sum(of.get(f"{where}_microseconds", 0.0) for of in times) for where in ("host", "gpu")
     )

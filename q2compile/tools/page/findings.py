@@ -176,13 +176,14 @@ def _slower(taken: Sequence[Data], layers: _Layers) -> list[tuple[str, Rules]]:
         [row["predicted"][device.column] for row in predicted if row["module"] in of]
         for of in kinds
     ]
-    slower = [kind for kind, of in zip(kinds, times, strict=True) if is_slower(of)]
+    ratios = [over_bf16(of) for of in times]
+    slower = [kind for kind, ratio in zip(kinds, ratios, strict=True) if is_slower(ratio)]
     if not slower:
         return []
     if len(slower) == len(kinds):
         text = slower_text([one for of in times for one in of], device, in_fp4=True)
         return [(f"On a {device.name} {text}.", {})]
-    ratios = [over_bf16(of) for kind, of in zip(kinds, times, strict=True) if kind in slower]
+    ratios = [ratio for ratio in ratios if is_slower(ratio)]
     ends = Range(min(ratio.low for ratio in ratios), max(ratio.high for ratio in ratios))
     are = "is" if len(slower) == 1 else "are"
     text = (

@@ -8,6 +8,7 @@ from typing import Any
 
 from q2compile.cost_model.devices import Device
 from q2compile.cost_model.ranges import Range, own_and_bf16
+from q2compile.report.slower import is_slower
 from q2compile.tools.time_words import ratio_text, seconds_text, time_words
 
 Data = Mapping[str, Any]
@@ -15,14 +16,15 @@ Data = Mapping[str, Any]
 
 def beside_bf16(times: Iterable[Data]) -> dict[str, Any]:
     """The sum of times on one device: {"ratio": over BF16's, "text": the same with both ends,
-    "words", "own": {"value", "text"}, "bf16": likewise}."""
+    "words", "slower": as findings say so, "own": {"value", "text"}, "bf16": likewise}."""
     own, bf16 = own_and_bf16(times)
     ratio = own / bf16
     bars = {
         name: {"value": of.middle, "text": seconds_text(1e-6 * of)}
         for name, of in (("own", own), ("bf16", bf16))
     }
-    return {"ratio": ratio.middle, "text": ratio.text(), "words": time_words(ratio), **bars}
+    words = {"text": ratio.text(), "words": time_words(ratio), "slower": is_slower(ratio)}
+    return {"ratio": ratio.middle, **words, **bars}
 
 
 def time_tiles(rows: Sequence[Data], devices: Sequence[Device]) -> dict[str, Any]:

@@ -283,8 +283,8 @@ function errorAttributes({ module, error: { high, what, error, gaussian, step } 
   return { class: `number error${high ? " slower" : ""}`, title };
 }
 
-function ratioAttributes({ ratio, words }) {
-  return { class: `number ratio${ratio > 1.05 ? " slower" : ""}`, title: words };
+function ratioAttributes({ slower, words }) {
+  return { class: `number ratio${slower ? " slower" : ""}`, title: words };
 }
 
 // A module's share, once for several matmuls of it.

@@ -141,6 +141,7 @@ def test_times_of_the_page():
         "ratio": pytest.approx(0.8),
         "text": "0.40-1.20",
         "words": "0.40-1.20 times BF16's time",
+        "slower": False,
         "own": {"value": 1600.0, "text": "800 µs-2.4 ms"},
         "bf16": {"value": 2000.0, "text": "2.0 ms"},
     }
