@@ -25,7 +25,8 @@ said otherwise. Names, and the rows that each makes:
                     `moe` under fp8
     8b_fp8_generated    fp8_8b_step_generated: w and dy by generated kernels, beside fp8_8b_step
     8b_mxfp4        mxfp4_2d_8b_step, likewise;  8b_mxfp4_others: mxfp4_8b_step, quartet_8b_step
-    8b_8layers      RECIPE_8b_8layers_step: 8 of those layers, beside torchao's float8 training
+    8b_8layers      RECIPE_8b_8layers_step: 8 of those layers, beside torchao's float8 training, and
+                    each one's first step;  8b_32layers: all layers, fp8 and torchao's tensorwise
     accumulation    RECIPE_accumulation_N, RECIPE_accumulation_N_cached: quartet2 and nvfp4 with
                     steps of N micro-batches of `8b`, 8 layers; with cache_weights=True
     fused           fused_llama_step, fused_llama_first_step: `llama` with fuse_rotations over
@@ -259,24 +260,34 @@ def large_llama(
     return rows
 
 
-def beside_torchao(args: Namespace, recipes: Sequence[str], torchao: Sequence[str]) -> list[Row]:
-    """Rows of 8 layers of the 8B Llama. torchao: recipes of its float8 training, which converts a
-    copy of the model."""
+def beside_torchao(
+    args: Namespace, layers: int, recipes: Sequence[str], torchao: Sequence[str]
+) -> list[Row]:
+    """Rows of the 8B Llama with this many layers. torchao: recipes of its float8 training, which
+    converts a copy of the model."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     torch._dynamo.reset()
-    model = llama({**LLAMA_8B, "num_hidden_layers": 8}, torch.bfloat16)
+    model = llama({**LLAMA_8B, "num_hidden_layers": layers}, torch.bfloat16)
     tokens = random_tokens(LLAMA_8B["vocab_size"], 1, LLAMA_8B_TOKENS)
     steps = {"bf16": training_step(model, tokens)}
     for recipe in recipes:
         how: Row = {"backend": "quartet2", "options": {"recipe": recipe}}
-        steps[f"{recipe}_8b_8layers_step"] = training_step(model, tokens, **how)
+        steps[f"{recipe}_8b_{layers}layers"] = training_step(model, tokens, **how)
     for recipe in torchao:
         config = Float8LinearConfig.from_recipe_name(recipe)
         converted = convert_to_float8_training(copy.deepcopy(model), config=config)
-        steps[f"torchao_{recipe}_8b_8layers_step"] = training_step(converted, tokens)
+        steps[f"torchao_{recipe}_8b_{layers}layers"] = training_step(converted, tokens)
+    first = {}
+    for name, step in steps.items():
+        first[name] = first_seconds(step)
+        print(f"{name}: first step {first[name]:.1f} s", flush=True)
     times = in_turns(steps, rounds=6, calls=1)
-    return [over_bf16(name, times[name], times["bf16"], TIMES) for name in list(steps)[1:]]
+    return [
+        over_bf16(f"{name}_{of}", values[name], values["bf16"], unit)
+        for of, values, unit in (("step", times, TIMES), ("first_step", first, "BF16"))
+        for name in list(steps)[1:]
+    ]
 
 
 def accumulation(args: Namespace) -> Iterator[Row]:
@@ -430,7 +441,10 @@ BENCHMARKS = {
     "8b_fp8": Benchmark(partial(large_llama, variants=_FP8), "steps.json"),
     "8b_fp8_generated": Benchmark(partial(large_llama, variants=_GENERATED), "steps.json"),
     "8b_8layers": Benchmark(
-        partial(beside_torchao, recipes=_8_LAYERS, torchao=_TORCHAO), "steps.json"
+        partial(beside_torchao, layers=8, recipes=_8_LAYERS, torchao=_TORCHAO), "steps.json"
+    ),
+    "8b_32layers": Benchmark(
+        partial(beside_torchao, layers=32, recipes=("fp8",), torchao=_TORCHAO[:1]), "steps.json"
     ),
     "8b_2x4096": Benchmark(
         partial(large_llama, variants={"fp8_8b_2x4096_step": {"recipe": "fp8"}}, sequences=2),
