@@ -203,7 +203,7 @@ def small_calls(form: Form) -> Iterator[SmallCall]:
         yield from _products(form)
         return
     named = form.named
-    for rows in ROWS[: 1 if named.get("offs") and form.op in SPECS else None]:
+    for rows in ROWS[: 1 if named.get("offs") else None]:
         yield SmallCall(arguments(form, rows))
     if form.op == DEQUANTIZE and named["cols"] is None:
         args = named | {"cols": False}
@@ -229,9 +229,10 @@ def arguments(form: Form, rows: int = ROWS[0], width: int = _WIDTH) -> tuple:
         return _matrix(_IN_GROUPS), weights, _groups()[0]
     if form.op in PRODUCTS:
         return _of_product(form, rows, width)
-    codes, scales, global_scale = _quantized(of["scheme"], rows)
+    groups = _groups() if of.get("offs") else (None, None)
+    codes, scales, global_scale = _quantized(of["scheme"], _IN_GROUPS if of.get("offs") else rows)
     if form.op == TRANSPOSE:
-        return codes, scales, of["scheme"], _WIDTH, of["swizzled"]
+        return codes, scales, of["scheme"], _WIDTH, of["swizzled"], *groups
     if form.op == TO_E4M3:
         return codes, scales, global_scale, of["scheme"]
     columns = _WIDTH if of["cols"] is False else 2 * codes.shape[1]

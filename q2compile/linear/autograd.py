@@ -130,8 +130,12 @@ class OneWeight:
 
     def transposed(self, gemm_name: str, saved: SavedCodes) -> Sequence[Tensor]:
         """x or w as the codes that fprop made, transposed."""
-        *codes, global_scale = saved.codes
-        return *torch.ops.q2.transpose(*codes, saved.scheme, saved.rows), global_scale
+        codes, scales, global_scale = saved.codes
+        ends = self.ends if gemm_name == "wgrad" else {}
+        made = torch.ops.q2.transpose(codes, scales, saved.scheme, saved.rows, **ends)
+        # Saving an empty tensor costs the partitioner nothing, so it would run the op twice.
+        has_scales = SCHEMES[saved.scheme].has_block_scales
+        return made[0], made[1] if has_scales else scales, global_scale
 
     def gemm(
         self,
@@ -150,9 +154,6 @@ class OneWeight:
         if gemm_name == "fprop":
             return torch.nn.functional.linear(a, b, bias)
         return (a.t() if gemm_name == "wgrad" else a) @ b
-
-
-_AMAX_OF_SCALE = 225.0  # fp8 takes the global scale 1 for an amax above 224 and up to 448
 
 
 class Grouped(OneWeight):
@@ -178,24 +179,6 @@ class Grouped(OneWeight):
             padded = self._padded(codes, operand), self._padded(scales, operand), global_scale
             saved = saved._replace(codes=padded)
         return super().requantized(gemm_name, saved, operand, seed)
-
-    def transposed(self, gemm_name: str, saved: SavedCodes) -> Sequence[Tensor]:
-        if gemm_name == "dgrad":
-            return super().transposed(gemm_name, saved)
-        # Groups apart: quantized again, from an amax for which the global scale stays what it is.
-        # So do the codes, and the partitioner has no other output to save from the forward.
-        _, *scales = saved.codes
-        codes, *_ = torch.ops.q2.quantize(
-            dequantized(saved),
-            scheme=saved.scheme,
-            transform="none",
-            rowwise=False,
-            columnwise=True,
-            amax=scales[-1] * _AMAX_OF_SCALE,
-            rng_offset=1,
-            **self.ends,
-        )
-        return codes, *scales
 
     def _padded(self, w: Tensor, operand: Operand) -> Tensor:
         """The saved parts of w, its N rows per expert padded to whole blocks and chunks."""

@@ -13,7 +13,7 @@ from torch import fx
 from q2compile.graph.nodes import GEMM_OPS, is_q2, named_arguments, producer, q2_nodes
 from q2compile.graph.quantizers import quantizer_of
 from q2compile.graph.views import BITS, COPY, PART, PERMUTE, RESHAPE, kind_of
-from q2compile.runtime_kernels.ops.table import DEQUANTIZE, GATHER_ROWS, PARTS, SEED, TRANSPOSE
+from q2compile.runtime_kernels.ops.table import GATHER_ROWS, PARTS, SEED, TRANSPOSE
 
 _c10d = torch.ops._c10d_functional
 
@@ -104,9 +104,6 @@ def _operand(gemm: fx.Node, triple: Any, when: str) -> _OperandOrigin:
     if is_q2(op, TRANSPOSE):  # re-used codes: their global scale is the source's
         return _OperandOrigin()
     call = quantizer_of(op)
-    # Values that were quantized again under the global scale that they had (experts in FP8).
-    if call and is_q2(call.x, DEQUANTIZE) and call.x.args[2] is triple[2]:
-        return _OperandOrigin()
     outputs = [n.args[1] if producer(n) is op and n is not op else None for n in triple]
     whole = {operand.first: operand for operand in call.operands} if call else {}
     operand = None if outputs[0] is None else whole.get(outputs[0])

@@ -33,6 +33,7 @@ from q2compile.runtime_kernels.cuda.quantize.align_scales import (
     align_launch,
     thread_blocks_of,
 )
+from q2compile.runtime_kernels.cuda.quantize.plan import Groups
 from q2compile.runtime_kernels.cuda.quantize.transposable import code_launches, transposing_plan
 from q2compile.runtime_kernels.numerics.layout import ceil_div, scales_shape
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
@@ -249,26 +250,38 @@ def transpose_launch(side: int, swizzled: bool) -> Launch:
     return launch("transpose.cu", "PPPPiiiiiii", _THREADS, defines=defines)
 
 
-def _transpose_launches(codes, scales, scheme: str, rows, swizzled: bool = False) -> list[Launch]:
+def _transpose_launches(
+    codes, scales, scheme: str, rows, swizzled: bool = False, offs=None, padded_offs=None
+) -> list[Launch]:
     spec = checked_transpose(scheme)
     if spec.is_tensorwise:
-        return code_launches(spec.codes_dtype, False, True)
+        return code_launches(spec.codes_dtype, False, True, grouped=offs is not None)
     return [transpose_launch(spec.width, swizzled)]
 
 
-@launching(
-    "transpose",
-    launches=_transpose_launches,
-    layouts={0: OperandLayout.ALIGNED, 1: OperandLayout.CONTIGUOUS},
-)
+def _transpose_layouts(
+    codes, scales, scheme: str, rows, swizzled: bool = False, offs=None, padded_offs=None
+) -> dict[int, OperandLayout]:
+    contiguous = (1,) if offs is None else (1, 5, 6)
+    return {0: OperandLayout.ALIGNED, **dict.fromkeys(contiguous, OperandLayout.CONTIGUOUS)}
+
+
+@launching("transpose", launches=_transpose_launches, layouts=_transpose_layouts)
 def transpose(
-    codes: torch.Tensor, scales: torch.Tensor, scheme: str, rows: int, swizzled: bool = False
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    scheme: str,
+    rows: int,
+    swizzled: bool = False,
+    offs: torch.Tensor | None = None,
+    padded_offs: torch.Tensor | None = None,
 ) -> LaunchPlan:
     """See ops/transpose.py."""
     spec = checked_transpose(scheme)
     check_quantized("transpose", codes, scales, None, dtype=spec.codes_dtype)
     if spec.is_tensorwise:
-        return transposing_plan(codes, rows, spec)
+        groups = None if offs is None else Groups(BufferSlot(2), BufferSlot(3), offs.shape[0])
+        return transposing_plan(codes, rows, spec, groups)
     of_codes, of_scales = shapes(codes, scheme, rows, swizzled)
     (height, half), side = codes.shape, spec.width
     tiles_across = ceil_div(rows, _TILE)

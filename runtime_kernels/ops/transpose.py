@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """q2::transpose: the transposed matrix, as codes and scales, for square blocks and for fp8.
 
-    transpose(codes uint8 [M, Kp/2], scales [M/16, Kp/16], scheme, rows, swizzled)
+    transpose(codes uint8 [M, Kp/2], scales [M/16, Kp/16], scheme, rows, swizzled, offs,
+              padded_offs)
         -> codes uint8 [rows, Mp/2], scales [rows/16, Mp/16]      (mxfp4: 32 for 16)
 
 rows is K without its padding; the new contraction M is padded to whole blocks. A square block
 has one scale rowwise and columnwise, so the codes only change places. That lets NVIDIA's recipe
 quantize a weight once for fprop and dgrad. Blocks of one row cannot be reused in this way. Codes
 of fp8, float8_e4m3fn [M, Kp] -> [rows, Mp], share one scale in any direction, and have no others.
+They alone are taken in groups of rows, as q2::quantize takes them: offs and padded_offs are the
+ends of the groups, Mp counts the rows of the padded layout, and rows of no group are +0.
 
 swizzled: each row gets its own copy of the scales, swizzled for FP4 GEMMs (numerics/swizzle.py):
 [tiles, 512]. The operand then has the scheme with blocks of one row (`of_rows`).
@@ -15,9 +18,11 @@ swizzled: each row gets its own copy of the scales, swizzled for FP4 GEMMs (nume
 
 import torch
 
+from q2compile.runtime_kernels.numerics.groups import lay_out, padded_rows
 from q2compile.runtime_kernels.numerics.layout import ceil_div, scales_shape, unpack
 from q2compile.runtime_kernels.numerics.schemes import SCHEMES, SWIZZLED, Scheme, get_scheme
 from q2compile.runtime_kernels.numerics.swizzle import swizzle_32x4x4
+from q2compile.runtime_kernels.ops.argument_checks import check_groups
 from q2compile.runtime_kernels.registry import define
 
 
@@ -45,33 +50,45 @@ def of_rows(scheme: str) -> str:
     return spec.name.replace(f"_{spec.width}x{spec.width}", "") + SWIZZLED
 
 
-def shapes(codes, scheme: str, rows, swizzled: bool) -> tuple[tuple, tuple]:
+def shapes(codes, scheme: str, rows, swizzled: bool, offs=None) -> tuple[tuple, tuple]:
     """The shapes of the resulting codes and scales; sizes may be symbolic."""
-    spec = checked_transpose(scheme)
-    blocks = ceil_div(codes.shape[0], spec.width)
+    spec, height = checked_transpose(scheme), codes.shape[0]
+    if offs is not None:
+        assert spec.is_tensorwise, f"q2::transpose takes groups of fp8, not of {scheme}"
+        height = padded_rows(height, offs.shape[0])
+    blocks = ceil_div(height, spec.width)
     transposed = get_scheme(of_rows(scheme)) if swizzled else spec
     return (rows, blocks * spec.width // spec.packed), scales_shape(rows, blocks, transposed)
 
 
-def fake(codes, scales, scheme, rows, swizzled=False):
-    of_codes, of_scales = shapes(codes, scheme, rows, swizzled)
+def fake(codes, scales, scheme, rows, swizzled=False, offs=None, padded_offs=None):
+    of_codes, of_scales = shapes(codes, scheme, rows, swizzled, offs)
     return codes.new_empty(of_codes), scales.new_empty(of_scales)
 
 
 @define(
-    "transpose(Tensor codes, Tensor scales, str scheme, SymInt rows, bool swizzled=False)"
-    " -> (Tensor, Tensor)",
+    "transpose(Tensor codes, Tensor scales, str scheme, SymInt rows, bool swizzled=False,"
+    " Tensor? offs=None, Tensor? padded_offs=None) -> (Tensor, Tensor)",
     fake=fake,
 )
 def transpose(
-    codes: torch.Tensor, scales: torch.Tensor, scheme: str, rows: int, swizzled: bool = False
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    scheme: str,
+    rows: int,
+    swizzled: bool = False,
+    offs: torch.Tensor | None = None,
+    padded_offs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The reference: see the top of this file."""
     spec = checked_transpose(scheme)
     width = spec.width
     if spec.is_tensorwise:
-        laid = codes.view(torch.uint8)[:, :rows].t()  # few functions take fp8
-        laid = torch.nn.functional.pad(laid, (0, -codes.shape[0] % width)).contiguous()
+        laid = codes.view(torch.uint8)[:, :rows]  # few functions take fp8
+        if offs is not None and padded_offs is not None:
+            check_groups("transpose", offs, padded_offs)
+            laid, _ = lay_out(laid, offs, padded_offs, spread=False)
+        laid = torch.nn.functional.pad(laid.t(), (0, -laid.shape[0] % width)).contiguous()
         return laid.view(codes.dtype), scales.clone()
     transposed = unpack(codes)[:, :rows].t()
     transposed = torch.nn.functional.pad(transposed, (0, -codes.shape[0] % width))

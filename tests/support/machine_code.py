@@ -173,6 +173,8 @@ OTHERS = {
     "transposable rows": code_launches(torch.bfloat16, True, False, has_amax=False)[1],
     "transposable both": code_launches(torch.bfloat16, True, True)[0],
     "transposable codes": code_launches(torch.float8_e4m3fn, False, True)[0],
+    "transposable groups": code_launches(torch.bfloat16, True, True, grouped=True)[0],
+    "transposable codes groups": code_launches(torch.float8_e4m3fn, False, True, grouped=True)[0],
     "transposable squares": square_launch(torch.bfloat16),
     "masked unrotate": unrotate_launch(torch.bfloat16),
     "masked unrotate fp32": unrotate_launch(torch.float32),

@@ -7,11 +7,14 @@
 //                     a launch behind that one), or from an amax that is given
 //            SQUARES  e2m1 along rows, with a scale for each 32x32
 //   Q2_SOURCE         of x: 0 bf16, 1 f16, 2 fp32; E4M3: codes, which stay as they are
+//   Q2_GROUPED        columns are those of the padded layout of groups of rows (numerics/groups.py), in
+//                     which each group begins a tile. Mp counts its rows
 //
 //   x        [M, K], rows `pitch` elements apart
 //   rows     e4m3 [M, Kp] or e2m1 [M, Kp/2], columns e4m3 [K, Mp]: zeros where x ends
 //   scale    fp32, of rows and of columns;  scales  e8m0 [ceil(M/32), Kp/32]
 //   largest  u32 [parts]: bits of an fp32
+//   ends     i32 [groups], of the rows of x, and padded_ends of those of the padded layout
 //
 // A tile is 128 rows of 64 columns; of squares 32 rows of 256, a warp each. A thread has 4x8 elements of
 // it, in loads of 16 bytes. It turns 4x4 codes in registers and leaves columns in shared memory, so that
@@ -27,7 +30,7 @@ enum What { LARGEST, CODES, SQUARES };
 enum Source { BF16, F16, F32, E4M3 };
 constexpr What kWhat = (What)Q2_WHAT;
 constexpr Source kSource = (Source)Q2_SOURCE;
-constexpr bool kRows = Q2_ROWS, kColumns = Q2_COLS, kFollows = Q2_FOLLOWS;
+constexpr bool kRows = Q2_ROWS, kColumns = Q2_COLS, kFollows = Q2_FOLLOWS, kGrouped = Q2_GROUPED;
 constexpr int kThreads = 256, kSide = 32;
 constexpr int kTileRows = kWhat == SQUARES ? kSide : 128, kTileColumns = kWhat == SQUARES ? 256 : 64;
 constexpr int kBytes = kSource == E4M3 ? 1 : kSource == F32 ? 4 : 2;
@@ -46,6 +49,11 @@ struct Params {
   int padded_width, padded_height;  // Kp, Mp
   int across, tiles, parts;
   int vectors;  // rows of x begin on 16 bytes
+#if Q2_GROUPED
+  const int* ends;
+  const int* padded_ends;
+  int groups;
+#endif
 };
 static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout in transposable.py");
 
@@ -54,9 +62,9 @@ struct Eight {
   u32 words[2 * kBytes];
 };
 
-Q2_INLINE Eight load(const Params& p, int row, int column) {
+Q2_INLINE Eight load(const Params& p, int row, int end, int column) {
   Eight made = {};
-  if (row >= p.height) return made;
+  if (row >= end) return made;
   const u8* from = p.x + (row * p.pitch + column) * kBytes;
   if (p.vectors && column + 8 <= p.width) {
     if constexpr (kSource == E4M3) {
@@ -96,6 +104,29 @@ Q2_INLINE float finite_or_nan(float x, float value) {
   return magnitude(x) < kInfinity ? value : __uint_as_float(kNaN);
 }
 
+// The rows of x in a tile: the first, and where they end. tail: they are of no group, so that columns have
+// zeros for them.
+struct Rows {
+  int first, end;
+  bool tail;
+};
+
+Q2_INLINE Rows rows_from(const Params& p, int row) {
+#if Q2_GROUPED
+  int group = 0;  // as many as end before the tile
+  for (int end = p.groups; group < end;) {
+    int middle = (group + end) / 2;
+    if (p.padded_ends[middle] <= row) group = middle + 1;
+    else end = middle;
+  }
+  bool tail = group == p.groups;
+  int first = row + (group ? p.ends[group - 1] - p.padded_ends[group - 1] : 0);
+  return {first, tail ? p.height : min(p.ends[group], p.height), tail};
+#else
+  return {row, p.height, false};
+#endif
+}
+
 // Where a thread's elements begin in a tile.
 struct Place {
   int row, column;
@@ -107,12 +138,14 @@ Q2_INLINE Place place() {
   return {4 * (thread / 32 * 4 + thread / 8 % 4), 8 * (thread % 8)};
 }
 
-// Loads a thread's 4x8 elements of a tile, and says where they begin.
-Q2_INLINE void load_four(const Params& p, int tile, Place& at, Eight (&loaded)[4]) {
+// Loads a thread's 4x8 elements of a tile, and says where they begin in x, and which rows it has.
+Q2_INLINE Rows load_four(const Params& p, int tile, Place& at, Eight (&loaded)[4]) {
+  Rows rows = rows_from(p, tile / p.across * kTileRows);
   at = place();
-  at.row += tile / p.across * kTileRows, at.column += tile % p.across * kTileColumns;
+  at.row += rows.first, at.column += tile % p.across * kTileColumns;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) loaded[i] = load(p, at.row + i, at.column);
+  for (int i = 0; i < 4; ++i) loaded[i] = load(p, at.row + i, rows.end, at.column);
+  return rows;
 }
 
 Q2_INLINE void find_largest(const Params& p) {
@@ -177,15 +210,16 @@ Q2_INLINE void write_codes(const Params& p) {
   __shared__ __align__(16) u32 turned[kColumns ? kTileColumns * kTileRows / 4 : 1];
   Place at;
   Eight loaded[4];
-  load_four(p, blockIdx.x, at, loaded);
+  Rows rows = load_four(p, blockIdx.x, at, loaded);
   float inverse = 1.0f;
   if constexpr (kSource != E4M3) inverse = inverse_scale(p);
   uint2 codes[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     codes[i] = e4m3_of(loaded[i], inverse);
-    if (kRows && at.row + i < p.height && at.column < p.padded_width)
+    if (kRows && at.row + i < rows.end && at.column < p.padded_width)
       *(uint2*)(p.rows + (long long)(at.row + i) * p.padded_width + at.column) = codes[i];
+    if (rows.tail) codes[i] = {0, 0};
   }
   if constexpr (kColumns) {
     u32 columns[8];
@@ -196,7 +230,7 @@ Q2_INLINE void write_codes(const Params& p) {
     for (int i = 0; i < 8; ++i)
       turned[(own.column + i) * 32 + (own.row / 4 ^ own.column / 8 * 4)] = columns[i];
     __syncthreads();
-    int piece = threadIdx.x % 8, row = at.row - own.row + 16 * piece;
+    int piece = threadIdx.x % 8, row = blockIdx.x / p.across * kTileRows + 16 * piece;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       int column = i * 32 + threadIdx.x / 8, to = at.column - own.column + column;

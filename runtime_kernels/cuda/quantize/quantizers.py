@@ -133,6 +133,7 @@ def quantize(*args: Any) -> LaunchPlan:
     """See ops/quantize.py."""
     call = quantize_op.checked_quantize(QuantizerCall.of(QUANTIZE, args))
     x, slots, inputs = call.x, tensor_slots(call), len(tensors_of(args))
+    groups = _groups(call, slots)
     rowwise, columnwise = operand_slots(call, 0, inputs)
     dbias = None
     if call.dbias is not None:
@@ -142,7 +143,7 @@ def quantize(*args: Any) -> LaunchPlan:
         x, (rowwise, columnwise) = x.t(), (columnwise, rowwise)
     if call.scheme.is_transposable:
         firsts = [operand and operand.first for operand in (rowwise, columnwise)]
-        return transposable.quantizing_plan(call, x, firsts, inputs, slots.get("amax"))
+        return transposable.quantizing_plan(call, x, firsts, inputs, slots.get("amax"), groups)
     kernel = RotatingKernel.of(
         *(call, SOURCES[x.dtype], x.device.index),
         rowwise=rowwise is not None,
@@ -157,7 +158,7 @@ def quantize(*args: Any) -> LaunchPlan:
         inputs,
         x=(BufferSlot(0), 0, 0),
         amax=slots.get("amax", 0),
-        groups=_groups(call, slots),
+        groups=groups,
         dbias=dbias,
     )
 

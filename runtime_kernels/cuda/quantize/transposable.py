@@ -3,8 +3,8 @@
 transpose of fp8 codes.
 
 A quantizer of fp8 without an amax has two launches: the largest |x| of each thread block, then the
-codes. With an amax it has only the second. Inductor can generate the same, fused with what computes
-x, at the cost of a longer first step (lowering/inductor_kernels).
+codes. With an amax it has only the second. Inductor can generate the same of rows, fused with what
+computes x, at the cost of a longer first step (lowering/inductor_kernels).
 """
 
 import functools
@@ -14,6 +14,8 @@ import torch
 
 from q2compile.runtime_kernels.cuda.calls import BufferSlot, LaunchPlan, LaunchStep, Output, aligned
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, launch
+from q2compile.runtime_kernels.cuda.quantize.plan import Groups
+from q2compile.runtime_kernels.numerics.groups import padded_rows
 from q2compile.runtime_kernels.numerics.layout import ceil_div, scales_shape
 from q2compile.runtime_kernels.numerics.schemes import Scheme
 from q2compile.runtime_kernels.ops.table import QuantizerCall
@@ -30,25 +32,29 @@ def why_not(call: QuantizerCall) -> str | None:
     """None if transposable.cu serves a call whose scheme is transposable, otherwise the reason in
     words."""
     scheme = call.scheme
-    if call.rotated or call.grouped or call.source_scheme is not None or scheme.dequantized:
+    if call.rotated or call.source_scheme is not None or scheme.dequantized:
         return f"transposable.cu makes codes of plain matrices, unlike {call.variant}"
+    if call.grouped and call.args["amax"] is None:
+        return "transposable.cu takes the amax of rows in groups, of which it would count others"
     if not (scheme.is_tensorwise or scheme.rceil):
         return f"transposable.cu has squares of MXFP4, scheme {scheme.name} has others"
     return None
 
 
 def code_launches(
-    source: torch.dtype, rows: bool, columns: bool, has_amax: bool = True
+    source: torch.dtype, rows: bool, columns: bool, has_amax: bool = True, grouped: bool = False
 ) -> list[Launch]:
-    """The launches that make codes of fp8 along rows, columns or both, in order."""
+    """The launches that make codes of fp8 along rows, columns or both, in order. grouped: columns
+    by groups of rows, of an amax."""
     first = [] if has_amax else [_launch(source, _LARGEST)]
-    return [*first, _launch(source, _CODES, rows, columns, not has_amax)]
+    return [*first, _launch(source, _CODES, rows, columns, not has_amax, grouped)]
 
 
 def launches(call: QuantizerCall, rows: bool, columns: bool) -> list[Launch]:
     """The launches of a call. rows, columns: along which its operands are in memory."""
     if call.scheme.is_tensorwise:
-        return code_launches(call.x.dtype, rows, columns, call.args["amax"] is not None)
+        has_amax = call.args["amax"] is not None
+        return code_launches(call.x.dtype, rows, columns, has_amax, call.grouped)
     return [square_launch(call.x.dtype)]
 
 
@@ -59,11 +65,16 @@ def square_launch(source: torch.dtype) -> Launch:
 
 @functools.cache
 def _launch(
-    source: torch.dtype, what: int, rows: bool = True, columns: bool = False, follows: bool = False
+    source: torch.dtype,
+    what: int,
+    rows: bool = True,
+    columns: bool = False,
+    follows: bool = False,
+    grouped: bool = False,
 ) -> Launch:
     defines = {"Q2_SOURCE": _SOURCES[source], "Q2_WHAT": what, "Q2_ROWS": int(rows)}
-    defines |= {"Q2_COLS": int(columns), "Q2_FOLLOWS": int(follows)}
-    layout = "PPPPPPPqiiiiiiii"
+    defines |= {"Q2_COLS": int(columns), "Q2_FOLLOWS": int(follows), "Q2_GROUPED": int(grouped)}
+    layout = "PPPPPPPqiiiiiiii" + "PPi" * grouped
     return launch("transposable.cu", layout, _THREADS, overlaps=follows, defines=defines)
 
 
@@ -73,12 +84,15 @@ def quantizing_plan(
     firsts: Sequence[int | None],
     inputs: int,
     amax: BufferSlot | None,
+    groups: Groups | None,
 ) -> LaunchPlan:
     """x: of the call, or its transpose. firsts: for the operand along the rows of x, and along its
     columns, the number of its first output among the tensors of the call; None without. inputs: how
     many tensors the call is given."""
     spec, dtype = call.scheme, _E4M3 if call.scheme.is_tensorwise else torch.float8_e8m0fnu
-    made = [(i, size) for i, size in zip(firsts, (x.shape, x.shape[::-1]), strict=True) if i]
+    height = padded_rows(x.shape[0], groups.total) if groups else x.shape[0]
+    sizes = x.shape, (x.shape[1], height)
+    made = [(i, size) for i, size in zip(firsts, sizes, strict=True) if i]
     outputs: list[Output] = []
     for _, (rows, contraction) in sorted(made):
         width = _padded(contraction, spec)
@@ -90,7 +104,8 @@ def quantizing_plan(
     looks = spec.takes_amax and amax is None
     largest = BufferSlot(inputs + len(outputs)) if looks else amax or 0
     launched = launches(call, *(i is not None for i in firsts))
-    tiles, extents = _extents(x, x.shape, spec, _CODES if spec.is_tensorwise else _SQUARES)
+    what = _CODES if spec.is_tensorwise else _SQUARES
+    tiles, extents = _extents(x, x.shape, spec, what, height)
     parts = max(1, min(tiles, _PARTS))
     values = (
         BufferSlot(0),
@@ -101,21 +116,25 @@ def quantizing_plan(
         *extents,
         parts,
         _vectors(x),
+        *(groups or ()),
     )
     grids = [parts, max(1, tiles)][-len(launched) :]
     steps = [LaunchStep(one, (grid, 1), values) for one, grid in zip(launched, grids, strict=True)]
     return LaunchPlan(inputs, tuple(outputs), 4 * parts * looks, tuple(steps))
 
 
-def transposing_plan(codes: torch.Tensor, rows: int, spec: Scheme) -> LaunchPlan:
+def transposing_plan(
+    codes: torch.Tensor, rows: int, spec: Scheme, groups: Groups | None
+) -> LaunchPlan:
     """Codes of fp8 [M, Kp] to [rows, Mp]. Scales, the second input and output, are empty."""
-    height = codes.shape[0]
-    tiles, extents = _extents(codes, (height, rows), spec, _CODES)
-    values = (BufferSlot(0), 0, 0, BufferSlot(2), 0, 0, 0, *extents, 0, _vectors(codes))
-    (launched,) = code_launches(_E4M3, False, True)
-    steps = (LaunchStep(launched, (tiles, 1), values),) if tiles else ()
-    outputs = Output((rows, _padded(height, spec)), _E4M3), Output((0, 0), _E4M3)
-    return LaunchPlan(2, outputs, 0, steps)
+    height, inputs = codes.shape[0], 4 if groups else 2
+    laid_out = padded_rows(height, groups.total) if groups else height
+    tiles, extents = _extents(codes, (height, rows), spec, _CODES, laid_out)
+    values = (BufferSlot(0), 0, 0, BufferSlot(inputs), 0, 0, 0, *extents, 0, _vectors(codes))
+    (launched,) = code_launches(_E4M3, False, True, grouped=groups is not None)
+    steps = (LaunchStep(launched, (tiles, 1), (*values, *(groups or ()))),) if tiles else ()
+    outputs = Output((rows, _padded(laid_out, spec)), _E4M3), Output((0, 0), _E4M3)
+    return LaunchPlan(inputs, outputs, 0, steps)
 
 
 def _padded(size: int, spec: Scheme) -> int:
@@ -123,13 +142,14 @@ def _padded(size: int, spec: Scheme) -> int:
 
 
 def _extents(
-    x: torch.Tensor, size: Sequence[int], spec: Scheme, what: int
+    x: torch.Tensor, size: Sequence[int], spec: Scheme, what: int, laid_out: int
 ) -> tuple[int, tuple[int, ...]]:
-    """The tiles of a matrix of this size in x, and the sizes that transposable.cu is given."""
+    """The tiles of a matrix of this size in x, and the sizes that transposable.cu is given.
+    laid_out: its rows, of groups those of the padded layout."""
     (height, width), (rows, columns) = size, _TILES[what]
     across = max(1, ceil_div(width, columns))
-    tiles = ceil_div(height, rows) * across
-    padded = _padded(width, spec), _padded(height, spec)
+    tiles = ceil_div(laid_out, rows) * across
+    padded = _padded(width, spec), _padded(laid_out, spec)
     return tiles, (x.stride(0), height, width, *padded, across, tiles)
 
 

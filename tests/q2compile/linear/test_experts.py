@@ -462,7 +462,7 @@ FORWARD = {"quartet2": {"quantize": 4}, "fp8": {"quantize": 4, "amax": 4}}
 BACKWARD = {
     "quartet2": {"quantize": 2, "requantize": 4},  # dy along N, and along each expert's tokens
     # Both directions of dy at once; x for wgrad, by the global scale that it has; w for dgrad.
-    "fp8": {"quantize": 4, "amax": 2, "dequantize": 2, "transpose": 2},
+    "fp8": {"quantize": 2, "amax": 2, "transpose": 4},
 }
 
 

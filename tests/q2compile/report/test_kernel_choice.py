@@ -10,6 +10,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from q2compile.config import Config
+from q2compile.recipes.published import RECIPES
+from q2compile.recipes.recipe import GEMMS
 from q2compile.recipes.resolve import resolve
 from q2compile.report.kernel_choice import kernels_used, set_kernels
 from q2compile.report.row import Row, cells
@@ -74,3 +76,14 @@ def test_an_fp8_layer_of_experts_multiplies_codes_in_every_gemm(monkeypatch) -> 
     serve_as_on(monkeypatch, 90)
     used, _ = kernels_used(gemms, (4, 64, 32, 64), torch.bfloat16, "cpu", False)
     assert all("grouped_gemm: scaled_grouped_mm" in ops for ops in used.values())
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+def test_no_quantizer_of_groups_runs_as_its_reference(capability, monkeypatch) -> None:
+    """A reference lays groups out by indices: fp8 with experts took 3.7 times BF16's step so."""
+    serve_as_on(monkeypatch, capability)
+    for name in sorted(set(RECIPES) - {"bf16"}):
+        gemms = tuple(str(getattr(resolve(name), gemm) or "bf16") for gemm in GEMMS)
+        used, _ = kernels_used(gemms, (4, 64, 32, 64), torch.bfloat16, "cpu", False)
+        slow = ("grouped: reference", "transpose: reference", "requantize: reference")
+        assert not any(words in ops for ops in used.values() for words in slow)

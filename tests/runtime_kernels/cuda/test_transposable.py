@@ -59,6 +59,25 @@ def calls() -> Iterator[QuantizerCall]:
         yield call(x, directions, False)
 
 
+def grouped() -> Iterator[QuantizerCall]:
+    """Whole chunks and short ones, empty groups, rows of no group, all rows in one; an empty group
+    with a chunk of zeros (filled) and without."""
+    for rows, ends, filled in (
+        (256, (128, 256), True),
+        (300, (3, 140, 140, 297), False),
+        (300, (0, 0, 131, 200), True),
+        (5, (5,), False),
+    ):
+        offs = torch.tensor(ends, dtype=torch.int32)
+        groups = {"offs": offs, "padded_offs": q2.padded_ends(offs, filled)}
+        for width, directions in product((64, 201), (COLUMN, BOTH)):
+            x = matrix(rows, width, torch.bfloat16)
+            yield call(x, directions, True).replace(**groups)
+    yield call(matrix(300, 64, torch.float32).t().contiguous().t(), BOTH, True).replace(
+        offs=torch.tensor([300], dtype=torch.int32), padded_offs=torch.tensor([384]).int()
+    )
+
+
 def extremes() -> Iterator[QuantizerCall]:
     """The ends of the range of scales: subnormals, the largest numbers, amax at the ends of the
     range of codes, zeros, nothing but poison, a given amax that is none."""
@@ -104,7 +123,7 @@ def poisoned() -> tuple[QuantizerCall, torch.Tensor]:
 
 
 def codes() -> Iterator[tuple]:
-    """Every code among them; all columns of it, or part."""
+    """Every code among them; all columns of it, or part; in groups of rows."""
     for rows, width, columns in (
         (128, 64, 64),
         (300, 208, 201),
@@ -114,11 +133,15 @@ def codes() -> Iterator[tuple]:
     ):
         made = torch.arange(rows * width, dtype=torch.int32).mul(7).to(torch.uint8)
         no_scales = torch.empty((0, 0), dtype=torch.float8_e4m3fn)
-        yield made.view(rows, width).view(torch.float8_e4m3fn), no_scales, "fp8", columns, False
+        given = made.view(rows, width).view(torch.float8_e4m3fn), no_scales, "fp8", columns, False
+        yield *given, None, None
+        if rows:
+            offs = torch.tensor([rows // 3, rows // 3, rows - 1], dtype=torch.int32)
+            yield *given, offs, q2.padded_ends(offs, rows > 128)
 
 
 def assert_alike(quantize: Callable, transpose: Callable, some: slice = slice(None)) -> None:
-    for each in [*calls(), *extremes(), *squares()][some]:
+    for each in [*calls(), *grouped(), *extremes(), *squares()][some]:
         assert_same_bits(quantize(*each.positional), each())
     each, is_finite = poisoned()
     (codes_, scales, _), (want, *others) = quantize(*each.positional), each()
@@ -141,12 +164,14 @@ def test_the_calls_of_its_self_checks_agree(monkeypatch) -> None:
     launches_on_cpu(monkeypatch, "sm_90a")
     x = matrix(16, 16, TYPES[0])
     asked = [call(x, how, has_amax) for how, has_amax in product((ROW, BOTH), (True, False))]
-    for each in (*asked, rowwise_call(SQUARE, x)):
+    in_groups = [each for each in grouped() if each.x.shape == (256, 64)]
+    for each in (*asked, *in_groups, rowwise_call(SQUARE, x)):
         for small in small_calls(form_of(QUANTIZE, each.positional)):
             want = QuantizerCall.of(QUANTIZE, small.args)()
             assert_same_bits(quantizers.quantize(*small.args), want)
-    for small in small_calls(form_of(TRANSPOSE, next(codes()))):
-        assert_same_bits(other_ops.transpose(*small.args), q2.transpose(*small.args))
+    for asked_codes in [*codes()][:2]:
+        for small in small_calls(form_of(TRANSPOSE, asked_codes)):
+            assert_same_bits(other_ops.transpose(*small.args), q2.transpose(*small.args))
 
 
 def test_its_ptx_has_too(monkeypatch) -> None:
@@ -169,5 +194,7 @@ def test_a_gpu_has_the_bits_of_the_reference() -> None:
     assert_alike(on_gpu(QUANTIZE), on_gpu(TRANSPOSE))
     x = matrix(4096, 1544, TYPES[0])
     large = [call(x, BOTH, has_amax) for has_amax in (True, False)]
+    offs = torch.arange(64, 4097, 63, dtype=torch.int32)
+    large.append(large[0].replace(offs=offs, padded_offs=q2.padded_ends(offs, True)))
     for each in (*large, rowwise_call(SQUARE, x.nan_to_num(0, 1, -1))):
         assert_same_bits(on_gpu(QUANTIZE)(*each.positional), each())
