@@ -246,16 +246,14 @@ def _age(known: dict[str, Any]) -> float:
 
 
 def _write_stored(request: Request, **parts: Any) -> None:
-    now = {"date": datetime.date.today().isoformat(), "time": time.time()}
-    write(_path(request), what=request.label, **parts, **now, versions=versions())
-
-
-def write(path: Path, **parts: Any) -> None:
     """Writes all or nothing: another process may read the file meanwhile."""
+    path = _path(request)
     unfinished = path.with_suffix(f".{os.getpid()}.unfinished")
+    now = {"date": datetime.date.today().isoformat(), "time": time.time()}
+    content = {"what": request.label, **parts, **now, "versions": versions()}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(json.dumps(parts) + "\n", encoding="utf-8")
+        unfinished.write_text(json.dumps(content) + "\n", encoding="utf-8")
         os.replace(unfinished, path)
     except OSError:
         with suppress(OSError):

@@ -20,7 +20,7 @@ from torch import empty
 from torch.utils._python_dispatch import _disable_current_modes
 
 from q2compile.runtime_kernels.check_results import Request
-from q2compile.runtime_kernels.choice import device_of, kernels
+from q2compile.runtime_kernels.choice import device_of, kernel_named
 from q2compile.runtime_kernels.kernel_states import (
     UNSUPPORTED,
     NotServedError,
@@ -55,7 +55,7 @@ def request_of(name: str, device: torch.device, form: Form) -> Request:
 
 def compiling(name: str, device: torch.device, form: Form) -> list[Future]:
     """Threads that compile what `disagreement` launches; a GEMM compiles its kernels itself."""
-    launching = next(k.launching for k in kernels(form.op) if k.name == name)
+    launching = kernel_named(form.op, name).launching
     if launching is None:
         return []
     with apart(torch.device("cpu")):

@@ -77,12 +77,11 @@ def gemm_fp4(*args: Any) -> torch.Tensor:
 
     with on_device(product.device):
         arguments = _arguments(product, a, b, bias if inside else None)
-        first = None
-        if first_launch.needed(product.rows, product.columns, product.k):
+        size = product.rows, product.columns, product.k
+        if first_launch.needed(*size):
             choose_algorithm(product, a.codes.device, arguments)
-            of_rows = first_launch.rows_class(product.rows)
-            which = planned(product).algorithm, product.dtype, product.bias, of_rows
-            first = first_launch.begin(GEMM, CUBLASLT_FP4, args, *which)
+        of_rows = first_launch.rows_class(product.rows)
+        which = planned(product).algorithm, product.dtype, product.bias, of_rows
 
         def launch() -> torch.Tensor:
             run(product, *arguments)
@@ -90,7 +89,7 @@ def gemm_fp4(*args: Any) -> torch.Tensor:
             out = out[:, :columns].contiguous() if columns < product.columns else out
             return finished(out, None, None if inside else bias, dtype)
 
-        return first_launch.launched(first, args, launch)
+        return first_launch.launched(GEMM, CUBLASLT_FP4, args, size, which, launch)
 
 
 def _arguments(product: GemmKind, a: Factor, b: Factor, bias: torch.Tensor | None) -> tuple:

@@ -15,7 +15,7 @@ from q2compile.runtime_kernels.cuda.gemm.grouped_mm import grouped_mm, unserved,
 from q2compile.runtime_kernels.cuda.gemm.operands import finished, without_contraction
 from q2compile.runtime_kernels.cuda.other_ops import dequantize, dequantize_launches
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED
-from q2compile.runtime_kernels.numerics.swizzle import unswizzle_32x4x4
+from q2compile.runtime_kernels.numerics.swizzle import plain_scales
 from q2compile.runtime_kernels.ops.gemm import (
     Factor,
     alpha_of,
@@ -65,8 +65,7 @@ def dequantized(factor: Factor, is_scaled: bool) -> torch.Tensor:
     codes, scales, global_scale, spec = factor
     if spec.dequantized:
         return codes
-    if spec.swizzled:
-        scales = unswizzle_32x4x4(scales, codes.shape[0], factor.contraction // spec.width)
+    scales = plain_scales(scales, codes.shape[0], factor.contraction, spec)
     how = spec.name.removesuffix(SWIZZLED), factor.contraction, torch.bfloat16
     return dequantize(codes, scales, global_scale if is_scaled else None, *how)
 
