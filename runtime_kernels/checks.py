@@ -106,7 +106,7 @@ def forget() -> None:
     """Forget all about kernels except what is on disk, as in a new process."""
     KNOWN.forget()
     CHECKER.forget()
-    check_results.hash_of.cache_clear()
+    check_results.sources_of.cache_clear()
 
 
 def rejection(request: Request) -> str | None:

@@ -229,7 +229,7 @@ def test_the_second_strike_within_a_day_rejects(monkeypatch) -> None:
 
 
 def test_strikes_count_in_this_process_where_nothing_can_be_written(monkeypatch) -> None:
-    monkeypatch.setattr(check_results, "_write_stored", lambda *args, **parts: None)
+    monkeypatch.setattr(check_results, "write", lambda *args, **parts: None)
     assert check_results.strike(REQUEST, "it hung", 1.0) is None
     assert check_results.strike(REQUEST, "it hung", 2.0, again=True).reason.endswith("twice")
 
