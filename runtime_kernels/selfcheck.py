@@ -129,10 +129,12 @@ def _difference(form: Form, name: str, device: torch.device, args: tuple) -> str
         raise NotServedError(what, UNSUPPORTED) from error
     if form.op in PRODUCTS and name != CPP:
         return _difference_of_products(function, on_device, want)
-    planned_anew = getattr(function, "planned_anew", None)  # of launches (cuda/calls.py)
-    if planned_anew is None:
+
+    def difference() -> str | None:
         return difference_of_bits(function(*on_device), want, names)
-    return difference_on_any_grid(lambda: difference_of_bits(planned_anew(*on_device), want, names))
+
+    has_grids = kernel_named(form.op, name).launching is not None
+    return difference_on_any_grid(difference) if has_grids else difference()
 
 
 def difference_of_bits(got, want, names: Sequence[str]) -> str | None:
