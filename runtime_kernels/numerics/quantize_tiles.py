@@ -79,21 +79,17 @@ def _dequantized(codes, scales, global_scale, scheme: Scheme) -> Quantized:
 
 
 def rotate_tiles(
-    tiles: torch.Tensor,
-    transform: Transform,
-    seed: torch.Tensor | None,
-    signs: torch.Tensor | None = None,
+    tiles: torch.Tensor, transform: Transform, seed: torch.Tensor | None
 ) -> torch.Tensor:
     """H (x * D) of every chunk of tiles [outer, size, lanes], size whole chunks, up to
-    transform.norm. Overwrites them. signs: D, if the caller has it.
+    transform.norm. Overwrites them.
 
     A rotated zero is +0, so that kernels may add in other orders where sums are exact, and
     subtract either operand of a butterfly from the other: x - y and -(y - x) are different zeros.
     In hadamard's order a sum is -0 only if the first element of its chunk is -0, since each
     butterfly needs a first operand of -0. So the first element is made +0.
     """
-    if signs is None:
-        signs = signs_of(transform, seed, tiles.device)
+    signs = signs_of(transform, seed, tiles.device)
     if signs is not None:
         tiles = _chunks(tiles, transform).mul_(signs[:, None]).view(tiles.shape)
     if transform.size > 1:
