@@ -8,7 +8,7 @@ from q2compile.runtime_kernels.numerics.blocks import Blocks, largest_of, poison
 from q2compile.runtime_kernels.numerics.formats import encode_e2m1
 from q2compile.runtime_kernels.numerics.layout import Tiling, pack, pack_bits
 from q2compile.runtime_kernels.numerics.scaled_codes import scaled_codes
-from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, Scheme, get_scheme
+from q2compile.runtime_kernels.numerics.schemes import Scheme
 from q2compile.runtime_kernels.numerics.swizzle import swizzle_32x4x4
 from q2compile.runtime_kernels.numerics.transforms import Transform, hadamard, signs_of
 
@@ -71,7 +71,7 @@ def quantize_tiles(
 def _dequantized(codes, scales, global_scale, scheme: Scheme) -> Quantized:
     """The dequantized bf16 operand of a scheme that ends in DEQUANTIZED, no scales, and the global
     scale that has still to be applied."""
-    values = scaled_codes(codes, scales, get_scheme(scheme.name.removesuffix(DEQUANTIZED)))
+    values = scaled_codes(codes, scales, scheme.with_form(""))
     if scheme.has_pow2_scale:
         values = values.mul_(global_scale)
         global_scale = torch.where(global_scale.isnan(), global_scale, 1.0)

@@ -14,7 +14,6 @@ from q2compile.runtime_kernels.cuda.calls import cuda_kernel, load
 from q2compile.runtime_kernels.cuda.gemm.grouped_mm import grouped_mm, prepare_grouped, unserved
 from q2compile.runtime_kernels.cuda.gemm.operands import without_contraction
 from q2compile.runtime_kernels.cuda.other_ops import dequantize, dequantize_launches
-from q2compile.runtime_kernels.numerics.schemes import SWIZZLED
 from q2compile.runtime_kernels.numerics.swizzle import plain_scales
 from q2compile.runtime_kernels.ops.gemm import (
     Factor,
@@ -66,7 +65,7 @@ def dequantized(factor: Factor, is_scaled: bool) -> torch.Tensor:
     if spec.dequantized:
         return codes
     scales = plain_scales(scales, codes.shape[0], factor.contraction, spec)
-    how = spec.name.removesuffix(SWIZZLED), factor.contraction, torch.bfloat16
+    how = spec.with_form("").name, factor.contraction, torch.bfloat16
     return dequantize(codes, scales, global_scale if is_scaled else None, *how)
 
 
