@@ -22,12 +22,12 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any
 
 from q2compile.runtime_kernels import check_results
 from q2compile.runtime_kernels.cache_folder import cache_dir
 from q2compile.runtime_kernels.check_results import Check, Request
-from q2compile.runtime_kernels.kernel_states import KNOWN, Result
+from q2compile.runtime_kernels.kernel_states import KNOWN
 
 LOG = logging.getLogger("q2compile")
 SECONDS = 60.0  # a check may take: Triton compiles in some
@@ -45,13 +45,11 @@ PROGRAM = (
 BEGUN, ENDED, LOST, UNABLE = "begun", "ended", "lost", "unable"
 
 
-class Unable(NamedTuple):
-    """A child can't run a check, and why."""
-
-    why: str
+class UnableError(Exception):
+    """A child can't run a check; the message says why."""
 
 
-class _NoAnswer(Exception):
+class _SilentError(Exception):
     """The child has ended; or it sent nothing for so many seconds, which are the argument."""
 
 
@@ -94,7 +92,7 @@ class _Child:
         try:
             self.asked.send((request, check_results.named(request.check[2])))
         except OSError:
-            raise _NoAnswer from None
+            raise _SilentError from None
 
     def next(self, seconds: float) -> tuple[str, Any]:
         """The child's next message. seconds: how long to wait on a machine that is not busy."""
@@ -104,11 +102,11 @@ class _Child:
                 max(0.0, left := seconds * _slowdown() - (waited := time.monotonic() - asked))
             ):
                 if left <= 0.0:
-                    raise _NoAnswer(waited)
+                    raise _SilentError(waited)
             message: tuple[str, Any] = self._answers.recv()
             return message
         except (EOFError, OSError):
-            raise _NoAnswer from None
+            raise _SilentError from None
 
     def end(self) -> str:
         """Ends it and its own children, if it has not ended. Returns how it ended, in words."""
@@ -134,66 +132,62 @@ class _Child:
 
 
 class Checker:
-    """Runs checks one after the other in a child, which it starts when there is one to run."""
+    """Has a child run checks, one after the other, and starts it when there is one to run."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._turn = threading.Lock()  # held by the thread whose check the child runs
-        self._futures: dict[Check, Future] = {}
         self._child: _Child | None = None
-        self._unable: Unable | None = None
-        self._limit = SECONDS
-
-    def submit(self, request: Request, after: Sequence[Future] = ()) -> Future:
-        """A future of the Result of a check, or of Unable. after: futures to wait for before."""
-        with self._lock:
-            future = self._futures.get(request.check)
-            if future is None or (future.done() and isinstance(future.result(), Unable)):
-                future = self._futures[request.check] = Future()
-                # A daemon does not keep the process from ending.
-                asked = request, after, future
-                try:
-                    threading.Thread(target=self._serve, args=asked, daemon=True).start()
-                except RuntimeError as error:
-                    future.set_result(Unable(f"no thread can be started: {error}"))
-        return future
+        self.forget()
 
     def forget(self) -> None:
-        """Forget what the child answered, as in a new process."""
-        with self._lock:
-            self._futures, self._unable = {}, None
-            self._limit = SECONDS
+        """Forget how the child ended, as in a new process."""
+        self._threads: dict[Check, threading.Thread] = {}
+        self._unable, self._limit = "", SECONDS
+
+    def begin(self, request: Request, after: Sequence[Future] = ()) -> None:
+        """Starts a thread that has the child run a check, unless there is one. KNOWN has the result
+        when it ends, if the child can run the check. after: futures to wait for before."""
+        thread = self._threads.get(request.check)
+        if thread is None or not thread.is_alive():
+            # A daemon does not keep the process from ending.
+            thread = threading.Thread(target=self._serve, args=(request, after), daemon=True)
+            with suppress(RuntimeError):  # under a limit of processes no thread can be started
+                thread.start()
+                self._threads[request.check] = thread
+
+    def run(self, request: Request) -> None:
+        """Waits until the check has run in the child, if it can."""
+        self.begin(request)
+        if (thread := self._threads.get(request.check)) is not None:
+            thread.join()
 
     def end_child(self) -> str:
         """Ends the child, if there is one, and says how it ended."""
         child, self._child = self._child, None
         return "" if child is None else child.end()
 
-    def _serve(self, request: Request, after: Sequence[Future], future: Future) -> None:
+    def _serve(self, request: Request, after: Sequence[Future]) -> None:
         try:
             for each in after:
                 each.exception()  # the child meets it, too
             with self._turn:
-                future.set_result(self._result(request))
-        except Exception as error:  # whatever it is, nobody may wait for ever
-            future.set_result(Unable(f"{type(error).__name__}: {error}"))
+                self._answer(request)
+        except Exception as error:
+            LOG.info("q2compile: no other process can check %s: %s", request.label, error)
 
-    def _result(self, request: Request) -> Result | Unable:
+    def _answer(self, request: Request) -> None:
         struck = set[Check]()
-        while (result := KNOWN.checks.get(request.check)) is None:
-            if self._unable is not None:
-                return self._unable
+        while request.check not in KNOWN.checks:
             began: list[tuple[Request, float]] = []  # and not ended: those inside of others last
             fresh = self._child is None
             try:
-                if (unable := self._asked_once(request, began)) is not None:
-                    return unable
+                self._ask(request, began)
                 continue
-            except _NoAnswer as silence:
+            except _SilentError as silence:
                 how, waited = self.end_child(), silence.args[0] if silence.args else None
             if not began:
                 if fresh or waited is not None:  # it fails at something else than a kernel
-                    self._unable = Unable(f"the process of self-checks {how}")
+                    self._unable = f"the process of self-checks {how}"
                 continue  # otherwise it ended between two checks, and a new child goes on
             why = f"the process that ran its self-check {how}"
             if waited is not None:
@@ -206,16 +200,13 @@ class Checker:
             if rejection is not None:
                 KNOWN.checks[last.check] = rejection
                 self._limit = self._limit if waited is None else _LATER * SECONDS
-        return result
 
-    def _asked_once(self, request: Request, began: list[tuple[Request, float]]) -> Unable | None:
+    def _ask(self, request: Request, began: list[tuple[Request, float]]) -> None:
         """Sends a check to the child, and reads its messages until it has answered, or is of no use
         any more. Meanwhile another thread may find the result in the store, where the child, or
         another process, wrote it: the child's answer must be read nevertheless, since the next
         check would take it for its own."""
-        child = self._child or self._started()
-        if child is None:
-            return self._unable
+        child = self._child = self._child or self._started()
         child.ask(request)
         while True:
             what, message = child.next(self._limit if began else _STARTING)
@@ -226,23 +217,25 @@ class Checker:
                 began.pop()
                 KNOWN.checks[message[0].check] = message[1]
                 if message[0].check == request.check:
-                    return None
+                    return
             elif what == LOST:  # whose kernel is known
                 self.end_child()
-                return None
+                return
             else:
-                return Unable(message)
+                raise UnableError(message)
 
-    def _started(self) -> _Child | None:
+    def _started(self) -> _Child:
+        if self._unable:
+            raise UnableError(self._unable)
         LOG.info(
             "q2compile: kernels are checked before their first use on this machine, in a process "
             "of its own; the first start takes longer"
         )
         try:
-            self._child = _Child()
+            return _Child()
         except OSError as error:
-            self._unable = Unable(f"no process of self-checks can be started: {error}")
-        return self._child
+            self._unable = f"no process of self-checks can be started: {error}"
+            raise UnableError(self._unable) from None
 
 
 CHECKER = Checker()

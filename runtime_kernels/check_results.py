@@ -33,7 +33,7 @@ import torch
 
 from q2compile.runtime_kernels.cache_folder import cache_dir
 from q2compile.runtime_kernels.kernel_states import KNOWN, Result, rejected
-from q2compile.runtime_kernels.versions import versions
+from q2compile.runtime_kernels.versions import hash_of, versions
 
 try:
     import fcntl
@@ -42,8 +42,6 @@ except ImportError:  # Windows
 
 LOG = logging.getLogger("q2compile")
 Check = tuple  # an op, the kernel's name, the device, and with what
-_KERNELS = Path(__file__).parent
-_SUFFIXES = (".py", ".cu", ".cuh")
 _DAY = 24 * 3600.0  # after which a rejection that may have come from the moment is not believed
 _MARKS: dict[Check, tuple[Path, IO[str]]] = {}  # of this process
 
@@ -95,7 +93,7 @@ def stored(request: Request) -> Result | None:
 def store(request: Request, result: Result) -> None:
     """Stores a result. If the folder can't be written, each process runs the check."""
     reason = result.reason and result.reason.removeprefix(rejected(""))
-    _write_stored(request, reason=reason, differs=result.differs)
+    write(request, reason=reason, differs=result.differs)
 
 
 def strike(request: Request, why: str, began: float, again: bool = False) -> Result | None:
@@ -113,7 +111,7 @@ def strike(request: Request, why: str, began: float, again: bool = False) -> Res
         result = Result(rejected(f"{why[:2000]}, twice"))
         store(request, result)
         return result
-    _write_stored(request, strike=why[:2000])
+    write(request, strike=why[:2000])
     LOG.warning(
         "q2compile: the check of %s ended without an answer (%s) and is run again",
         *(request.label, why.splitlines()[0]),
@@ -129,7 +127,7 @@ def log_begun(request: Request, result: Result | None) -> None:
 
 def remember(request: Request, choice: Sequence[int]) -> None:
     """Stores numbers that were chosen by measuring, in place of a result."""
-    _write_stored(request, choice=list(choice))
+    write(request, choice=list(choice))
 
 
 def remembered(request: Request) -> list[int] | None:
@@ -224,7 +222,7 @@ def named(device: torch.device) -> tuple[str, int, int]:
 def _path(request: Request) -> Path:
     op, name, device, *what = request.check
     key = hashlib.sha256()
-    sources = hash_of(tuple(map(Path, request.sources)))
+    sources = sources_of(request.sources)
     for part in (op, name, *what, *named(device), *versions(), sources):
         key.update(f"{part!r}\0".encode())
     return cache_dir() / f"{op}-{key.hexdigest()[:24]}.checked"
@@ -245,17 +243,15 @@ def _age(known: dict[str, Any]) -> float:
     return age if age >= 0 else _DAY + 1
 
 
-def _write_stored(request: Request, **parts: Any) -> None:
-    now = {"date": datetime.date.today().isoformat(), "time": time.time()}
-    write(_path(request), what=request.label, **parts, **now, versions=versions())
-
-
-def write(path: Path, **parts: Any) -> None:
+def write(request: Request, **parts: Any) -> None:
     """Writes all or nothing: another process may read the file meanwhile."""
+    path = _path(request)
     unfinished = path.with_suffix(f".{os.getpid()}.unfinished")
+    now = {"date": datetime.date.today().isoformat(), "time": time.time()}
+    content = {"what": request.label, **parts, **now, "versions": versions()}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(json.dumps(parts) + "\n", encoding="utf-8")
+        unfinished.write_text(json.dumps(content) + "\n", encoding="utf-8")
         os.replace(unfinished, path)
     except OSError:
         with suppress(OSError):
@@ -263,10 +259,6 @@ def write(path: Path, **parts: Any) -> None:
 
 
 @functools.cache
-def hash_of(sources: Sequence[Path]) -> str:
+def sources_of(folders: tuple[str, ...]) -> str:
     """A hash of the kernels' sources, and of those in other folders."""
-    digest = hashlib.sha256()
-    for folder in (_KERNELS, *sources):
-        for path in sorted(p for p in folder.rglob("*") if p.suffix in _SUFFIXES):
-            digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()
+    return hash_of(Path(__file__).parent, *map(Path, folders))

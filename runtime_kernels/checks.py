@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import faulthandler
 import importlib
-import logging
 import os
 import threading
 import traceback
@@ -43,7 +42,6 @@ from q2compile.runtime_kernels.check_child import (
     MOST_SLOWDOWN,
     SECONDS,
     UNABLE,
-    Unable,
 )
 from q2compile.runtime_kernels.check_results import Check, Request
 from q2compile.runtime_kernels.kernel_states import (
@@ -63,7 +61,6 @@ from q2compile.runtime_kernels.kernel_states import (
     why_disabled,
 )
 
-LOG = logging.getLogger("q2compile")
 # Errors that may not occur in the next process, which checks anew.
 _PASSING = (OSError, ImportError)
 UNENDED = "its self-check did not end in an earlier process"
@@ -83,7 +80,7 @@ class _State:
     told: Callable[[Request, Result | None], None] = check_results.log_begun
 
 
-_LOCK, _QUICK = threading.Lock(), threading.Lock()
+_LOCK = threading.Lock()
 # The checks that the current code runs in, outermost first: a check must not wait for itself, and
 # the outermost one holds the lock. Threads that a check starts inherit them by their context.
 _INSIDE: ContextVar[tuple[Check, ...]] = ContextVar("q2compile_checks", default=())
@@ -109,7 +106,7 @@ def forget() -> None:
     """Forget all about kernels except what is on disk, as in a new process."""
     KNOWN.forget()
     CHECKER.forget()
-    check_results.hash_of.cache_clear()
+    check_results.sources_of.cache_clear()
 
 
 def rejection(request: Request) -> str | None:
@@ -130,17 +127,16 @@ def rejection(request: Request) -> str | None:
     inside = _INSIDE.get()
     if check in inside:
         return None
-    if begun is not None and not inside and not is_known(request):
+    if begun is not None and not inside and not (_State.stored and check_results.stored(request)):
         is_noted = isinstance(begun, Noted)
         if is_noted or not request.here:
             begun[check] = request
             if not is_noted:
                 begin(request)
             return None
-    with nullcontext() if inside else _QUICK if request.here else _LOCK:
-        found = KNOWN.checks.get(check) or _of_earlier_process(request)
+    with nullcontext() if inside or request.here else _LOCK:
         try:
-            found = KNOWN.checks[check] = found or _checked(request)
+            found = KNOWN.checks[check] = KNOWN.checks.get(check) or _result(request)
         except NotServedError as error:  # the call is wrong, and the reference says so
             return str(error)
     return _reason(request, found)
@@ -174,31 +170,22 @@ def _keep_rejected(begun: dict[Check, Request]) -> None:
 
 
 def begin(request: Request) -> None:
-    """Starts a check in the child process, unless its result is known. Threads of this process
-    compile its kernels, and the child waits for them."""
-    if not is_known(request) and _State.in_child:
+    """Starts a check in the child process. Threads of this process compile its kernels, and the
+    child waits for them."""
+    if _State.in_child:
         compiling = getattr(importlib.import_module(request.module), "compiling", None)
-        CHECKER.submit(request, compiling(*request.arguments) if compiling else ())
+        CHECKER.begin(request, compiling(*request.arguments) if compiling else ())
 
 
-def is_known(request: Request) -> bool:
-    """Whether the check need not run: it has run, or its kernel is disabled."""
-    check = request.check
-    if check in KNOWN.checks or why_disabled(*check[:2]) is not None:
-        return True
-    return _State.stored and check_results.stored(request) is not None
-
-
-def _of_earlier_process(request: Request) -> Result | None:
+def _result(request: Request) -> Result:
+    """The result of an earlier process, or of the check, which runs now."""
     if request.here:
-        return None
+        return run_here(request)
     if _State.stored:
-        return check_results.found(request, UNENDED)
-    check_results.take_unended(request)
-    return None
-
-
-def _checked(request: Request) -> Result:
+        if (known := check_results.found(request, UNENDED)) is not None:
+            return known
+    else:
+        check_results.take_unended(request)
     op, name, device, *_ = request.check
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise LaunchError(
@@ -206,11 +193,10 @@ def _checked(request: Request) -> Result:
             "which cannot be done inside a CUDA graph capture: run the model once before "
             "capturing it."
         )
-    if _State.in_child and not request.here:
-        found = CHECKER.submit(request).result()
-        if not isinstance(found, Unable):
+    if _State.in_child:
+        CHECKER.run(request)
+        if (found := KNOWN.checks.get(request.check)) is not None:
             return found
-        LOG.info("q2compile: %s is checked in this process: %s", request.label, found.why)
         torch.cuda.empty_cache()  # what this process keeps for later may be what the child lacked
     return run_here(request)
 

@@ -61,8 +61,8 @@ class Kernel:
 
     op: str
     name: str
-    device_type: str | None
-    function: Callable
+    device_type: str | None = None
+    function: Callable = nothing
     unsupported: Callable[..., str | None] = nothing
     prepare: Callable[..., None] = nothing
     launching: Any = None
@@ -156,6 +156,22 @@ def kernels(op: str, graph: InGraph | None = None) -> list[Kernel]:
     if op not in KERNELS:
         raise ValueError(f"q2 has no op {op!r}; it has {', '.join(sorted(KERNELS))}.")
     return [each for each in KERNELS[op] if graph is not None or not each.is_generated]
+
+
+def kernel_named(op: str, name: str) -> Kernel:
+    """A kernel of an op.
+
+    Raises:
+        ValueError: there is no such kernel.
+    """
+    candidates = kernels(op)
+    for each in candidates:
+        if each.name == name:
+            return each
+    raise ValueError(
+        f"q2::{op} has no kernel {name!r} on this machine; it has "
+        f"{', '.join(k.name for k in candidates)}."
+    )
 
 
 def generated_kernel(

@@ -103,12 +103,13 @@ class Result(NamedTuple):
 
 
 class KnownResults:
-    """Everything that a process knows about kernels that passed or were rejected.
+    """Everything that a process has found out about kernels.
 
     calls: the kind of a call -> why the kernel was rejected for it.
     choices: the kind of a call, and how many checks have ended -> the kernel that runs it, by all
         the rest (choice.py).
     checks: a check -> its result: self-checks, on a GPU and a CPU, and first large GEMMs.
+    references: an op -> why its reference serves a GPU.
     sources: what did not compile -> the compiler's log, which takes seconds to get.
     warned: an op, a kernel and a device -> the first reason, of which the user was warned.
     """
@@ -117,6 +118,7 @@ class KnownResults:
         self.calls: dict[Hashable, Reason] = {}
         self.choices: dict[Hashable, Any] = {}
         self.checks: dict[tuple, Result] = {}
+        self.references: dict[str, str] = {}
         self.sources: dict[Hashable, str] = {}
         self.warned: dict[tuple[str, str, torch.device], str] = {}
 
@@ -215,6 +217,9 @@ def named_in_environment() -> tuple[str, ...]:
     """The names in Q2COMPILE_DISABLE_KERNELS, separated by commas."""
     given = (name.strip() for name in os.environ.get(VARIABLE, "").split(","))
     return tuple(name for name in given if name)
+
+
+disable(named_in_environment(), VARIABLE)
 
 
 def why_disabled(op: str, name: str) -> Reason | None:

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from q2compile.runtime_kernels.check_results import Request
 from q2compile.runtime_kernels.choice import (
     KERNELS,
     MOST_KINDS,
@@ -31,6 +30,7 @@ from q2compile.runtime_kernels.choice import (
     choose,
     device_of,
     first_of,
+    kernel_named,
     kernels,
     kind_of_call,
     nothing,
@@ -41,11 +41,9 @@ from q2compile.runtime_kernels.kernel_states import (
     UNSUPPORTED,
     NotServedError,
     awaited_in,
-    disable,
     disabled_kernels,
     failure_text,
     kernels_own,
-    named_in_environment,
     state_of,
     warn_of_failure,
 )
@@ -60,18 +58,11 @@ from q2compile.runtime_kernels.kernel_states import REFERENCE as REFERENCE
 from q2compile.runtime_kernels.kernel_states import SCALED_GROUPED_MM as SCALED_GROUPED_MM
 from q2compile.runtime_kernels.kernel_states import SCALED_MM as SCALED_MM
 from q2compile.runtime_kernels.kernel_states import TRITON_FP4 as TRITON_FP4
-from q2compile.runtime_kernels.kernel_states import VARIABLE as DISABLING
 from q2compile.runtime_kernels.kernel_states import KernelWarning as KernelWarning
 
 LOG = logging.getLogger("q2compile")
 LIBRARY = torch.library.Library("q2", "DEF")
 
-disable(named_in_environment(), DISABLING)
-
-
-_REASONS: list[Callable[[], list[str]]] = []
-_EMULATED: list[Callable[[], list[str]]] = []
-_REFERENCES: dict[str, str] = {}  # op -> why its reference serves a GPU
 _AS_IT_IS = nullcontext()
 
 
@@ -195,40 +186,20 @@ def _say_why_reference(choice: Choice, args: Sequence) -> None:
     that are rejected or disabled are reported elsewhere (`left_out`). The reference of a recorded
     call makes the same call without its statistics, which then says it (ops/recorded.py)."""
     op, device = choice.kernel.op, device_of(args)
-    if op in _REFERENCES or _is_recorded(op, args):
+    if op in KNOWN.references or _is_recorded(op, args):
         return
     of_device = {each.name for each in kernels(op) if each.device_type == device.type}
     reasons = {name: why for name, why in choice.why_not.items() if name in of_device}
     if {state_of(why) for why in reasons.values()} == {UNSUPPORTED}:
         words = "; ".join(f"{name}: {' '.join(str(why).split())}" for name, why in reasons.items())
-        _REFERENCES[op] = f"q2::{op} on {device} runs as its torch reference: {words}"
-        LOG.info("q2compile: %s", _REFERENCES[op])
+        KNOWN.references[op] = f"q2::{op} on {device} runs as its torch reference: {words}"
+        LOG.info("q2compile: %s", KNOWN.references[op])
 
 
 def _is_recorded(op: str, args: Sequence) -> bool:
     return any(
         name == "recorded" and arg for (name, _), arg in zip(parameters(op), args, strict=True)
     )
-
-
-def add_to_reports(describe: Callable[[], list[str]]) -> None:
-    """Adds the lines that a function returns to reports: how kernels are chosen on this machine."""
-    _REASONS.append(describe)
-
-
-def preferences() -> list[str]:
-    """Lines on how kernels are chosen on this machine, with reasons."""
-    return [text for describe in _REASONS for text in describe()]
-
-
-def emulation(describe: Callable[[], list[str]]) -> None:
-    """Adds the lines that a function returns to reports: what is emulated, and why."""
-    _EMULATED.append(describe)
-
-
-def emulated() -> list[str]:
-    """Lines on what is emulated here, or runs as a reference on a GPU, with reasons."""
-    return [text for describe in _EMULATED for text in describe()] + list(_REFERENCES.values())
 
 
 def reject(kernel: Kernel, args: Sequence, error: Exception) -> None:
@@ -252,27 +223,12 @@ def left_out() -> list[str]:
     ]
 
 
-def forget_references() -> None:
-    """Forget that references have served a GPU, as in a new process."""
-    _REFERENCES.clear()
-
-
-def kernel(
-    op: str,
-    name: str,
-    *,
-    device_type: str | None = None,
-    unsupported: Callable[..., str | None] = nothing,
-    prepare: Callable[..., None] = nothing,
-    launching: Any = None,
-    check: Callable[..., Request | None] = nothing,
-) -> Callable[[Callable], Callable]:
-    """Decorator: registers an implementation of an op. A later registration is tried before an
-    earlier one."""
+def kernel(op: str, name: str, **parts: Any) -> Callable[[Callable], Callable]:
+    """Decorator: registers an implementation of an op, with the parts of a Kernel. A later
+    registration is tried before an earlier one."""
 
     def register(function: Callable) -> Callable:
-        how: Any = {"launching": launching, "check": check}
-        add(Kernel(op, name, device_type, function, unsupported, prepare, **how))
+        add(Kernel(op, name, function=function, **parts))
         return function
 
     return register
@@ -292,30 +248,21 @@ def warm_up(op: str, args: Sequence) -> None:
             reject(chosen, args, error)
 
 
-def select(op: str, args: Sequence, name: str | None = None) -> Callable:
-    """The implementation that will run op on these arguments.
+def select(op: str, args: Sequence, name: str) -> Callable:
+    """The function of a kernel of an op.
 
     Args:
         op: name of the op without its namespace.
         args: the op's positional arguments (tensors may be fake).
-        name: the name of the only kernel wanted.
+        name: the kernel's name.
 
     Raises:
-        ValueError: the named kernel does not exist.
+        ValueError: there is no such kernel.
         NotServedError: it does not serve these arguments; the message says why.
     """
-    if name is None:
-        return choose(op, args).kernel.function
-    candidates = kernels(op)
-    for candidate in candidates:
-        if candidate.name == name:
-            reason = candidate.why_not(*args)
-            if reason is not None:
-                raise NotServedError(
-                    f"kernel {name!r} cannot run q2::{op} here: {reason}.", state_of(reason)
-                )
-            return candidate.function
-    raise ValueError(
-        f"q2::{op} has no kernel {name!r} on this machine; it has "
-        f"{', '.join(k.name for k in candidates)}."
-    )
+    found = kernel_named(op, name)
+    reason = found.why_not(*args)
+    if reason is not None:
+        message = f"kernel {name!r} cannot run q2::{op} here: {reason}."
+        raise NotServedError(message, state_of(reason))
+    return found.function

@@ -20,7 +20,7 @@ from torch import empty
 from torch.utils._python_dispatch import _disable_current_modes
 
 from q2compile.runtime_kernels.check_results import Request
-from q2compile.runtime_kernels.choice import device_of, kernels
+from q2compile.runtime_kernels.choice import device_of, kernel_named
 from q2compile.runtime_kernels.kernel_states import (
     UNSUPPORTED,
     NotServedError,
@@ -55,7 +55,7 @@ def request_of(name: str, device: torch.device, form: Form) -> Request:
 
 def compiling(name: str, device: torch.device, form: Form) -> list[Future]:
     """Threads that compile what `disagreement` launches; a GEMM compiles its kernels itself."""
-    launching = next(k.launching for k in kernels(form.op) if k.name == name)
+    launching = kernel_named(form.op, name).launching
     if launching is None:
         return []
     with apart(torch.device("cpu")):
@@ -129,10 +129,12 @@ def _difference(form: Form, name: str, device: torch.device, args: tuple) -> str
         raise NotServedError(what, UNSUPPORTED) from error
     if form.op in PRODUCTS and name != CPP:
         return _difference_of_products(function, on_device, want)
-    planned_anew = getattr(function, "planned_anew", None)  # of launches (cuda/calls.py)
-    if planned_anew is None:
+
+    def difference() -> str | None:
         return difference_of_bits(function(*on_device), want, names)
-    return difference_on_any_grid(lambda: difference_of_bits(planned_anew(*on_device), want, names))
+
+    has_grids = kernel_named(form.op, name).launching is not None
+    return difference_on_any_grid(difference) if has_grids else difference()
 
 
 def difference_of_bits(got, want, names: Sequence[str]) -> str | None:

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Versions of all that compiles, contains or runs kernels. Every result that is stored on disk
-names them."""
+"""Versions of all that compiles, contains or runs kernels, and hashes of sources. Every result that
+is stored on disk names them."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import importlib.metadata
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from q2compile.runtime_kernels.kernel_states import LaunchError
 
 _PACKAGES = ("triton", "nvidia-cuda-nvrtc")
+_SOURCES = (".py", ".cu", ".cuh", ".cpp", ".h")
 DRIVER_FILE = Path("/proc/driver/nvidia/version")  # of Linux
 
 
@@ -74,3 +76,12 @@ def version_of(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def hash_of(*folders: Path) -> str:
+    """SHA-256 of the sources in the folders, in hexadecimal."""
+    digest = hashlib.sha256()
+    for folder in folders:
+        for path in sorted(each for each in folder.rglob("*") if each.suffix in _SOURCES):
+            digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()

@@ -80,8 +80,9 @@ MAY_IMPORT = {
     "weight_cache": ["capture", "graph", "linear", "recipes", "report.row"]
     + ["runtime_kernels.numerics", "torch_internals"],
     "report": ["capture", "config", "cost_model", "graph", "linear", "lowering", "passes"]
-    + [*CHOOSING, "recipes", "runtime_kernels.ops", "runtime_kernels.registry"]
-    + ["runtime_kernels.versions", "torch_internals"],
+    + [*CHOOSING, "recipes", "runtime_kernels.cpu", "runtime_kernels.cuda"]
+    + [f"runtime_kernels.{n}" for n in ("ops", "registry", "versions")]
+    + ["torch_internals"],
     "report.process_lock": [],
     "failures": ["config", "graph", "torch_internals"],
     "capture": ["graph", "linear.tensor_parallel", "torch_internals"],

@@ -36,7 +36,7 @@ from q2compile.passes.record import PassRecord
 from q2compile.recipes.recipe import GEMMS
 from q2compile.report.row import Row, shape_text
 from q2compile.report.slower import is_slower, slower_text
-from q2compile.runtime_kernels.registry import emulated
+from q2compile.runtime_kernels.cuda.emulated import emulations
 from q2compile.torch_internals.dynamo import was_named
 from q2compile.torch_internals.ranks import process_rank
 
@@ -103,7 +103,7 @@ def compiled(title: str, rows: Sequence[Row], config: Config) -> None:
         _show_if_unconfigured()
         LOG.log(_level(rows), "%s", summary(rows))
         on_gpu = any(row.device.startswith("cuda") for row in rows if row.taken)
-        for text in [*(emulated() if on_gpu else ()), *slower(rows)]:
+        for text in [*(emulations() if on_gpu else ()), *slower(rows)]:
             LOG.info("q2compile: %s", text)
     if not LOG.isEnabledFor(logging.DEBUG):
         return

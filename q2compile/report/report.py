@@ -16,7 +16,9 @@ from q2compile.report.model_rows import layers, of_model
 from q2compile.report.printable import aligned, one_line, printable
 from q2compile.report.row import COLUMNS, Row, cells
 from q2compile.report.run_facts import RunFacts
-from q2compile.runtime_kernels.registry import emulated, left_out, preferences
+from q2compile.runtime_kernels.cpu import build
+from q2compile.runtime_kernels.cuda.emulated import emulations
+from q2compile.runtime_kernels.registry import left_out
 
 if TYPE_CHECKING:
     from q2compile.report.model_coverage import Coverage
@@ -87,7 +89,7 @@ class RunReport:
         # The graphs of one function know the same models, and say the same of them.
         known = dict.fromkeys(note for c in self._coverages for note in c.notes())
         on_gpu = any(row.device.startswith("cuda") for row in self.rows)
-        notes = [*left_out(), *(emulated() if on_gpu else ()), *preferences(), *known]
+        notes = [*left_out(), *(emulations() if on_gpu else ()), *build.reasons(), *known]
         return [*self.faults, *notes, *_predictions(of_model(row.to_json() for row in self.rows))]
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from q2compile.capture.module_tree import is_module, named_modules, own_parameters
-from q2compile.runtime_kernels.ops.seed import counters
+from q2compile.runtime_kernels.ops.seed import COUNTERS
 from q2compile.torch_internals.private_names import FakeTensor
 
 _OF_MODULES = frozenset(vars(nn.Module()))  # hooks among them, which others may change meanwhile
@@ -180,10 +180,10 @@ def same_random_numbers() -> Iterator[None]:
     """Restore torch's generators and the counters of the option ``seed`` at the end; CUDA's
     generators only if the program already uses CUDA."""
     count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
-    drawn = {key: of_key.clone() for key, of_key in counters().items()}
+    drawn = {key: of_key.clone() for key, of_key in list(COUNTERS.items())}
     with torch.random.fork_rng(devices=range(count)):
         try:
             yield
         finally:
-            for key, of_key in counters().items():
+            for key, of_key in list(COUNTERS.items()):
                 of_key.copy_(drawn.get(key, torch.zeros_like(of_key)))

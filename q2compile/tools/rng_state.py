@@ -9,7 +9,7 @@ import torch
 
 from q2compile.config import SEEDS
 from q2compile.errors import ConfigError, shown
-from q2compile.runtime_kernels.ops.seed import counter, counters
+from q2compile.runtime_kernels.ops.seed import COUNTERS, counter
 
 _COUNTS = range(2**63)
 
@@ -21,7 +21,7 @@ def get_rng_state() -> dict[str, dict[int, int]]:
     The call waits for the devices. The result is empty if no graph was compiled with that option.
     """
     state: dict[str, dict[int, int]] = {}
-    for (key, device), of_key in counters().items():
+    for (key, device), of_key in list(COUNTERS.items()):
         if device.type != "meta":  # of a model that was explained without memory
             state.setdefault(str(device), {})[key] = int(of_key)
     return state
@@ -54,7 +54,7 @@ def set_rng_state(state: Mapping[str, Mapping[int, int]]) -> None:
             raise ConfigError(f"set_rng_state: there is no {device} here: {error}") from None
     for key, device in wanted:
         counter(key, device)
-    for name, of_key in counters().items():
+    for name, of_key in list(COUNTERS.items()):
         of_key.fill_(wanted.get(name, 0))
 
 

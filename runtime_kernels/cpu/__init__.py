@@ -11,7 +11,4 @@ Importing this registers the kernels. They are compiled or loaded when `build.be
 at the first call. Where there is no compiler, the references run.
 """
 
-from q2compile.runtime_kernels.cpu import build, dequantize, quantize
-from q2compile.runtime_kernels.registry import add_to_reports
-
-add_to_reports(build.reasons)
+from q2compile.runtime_kernels.cpu import dequantize, quantize

@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 
 from q2compile.runtime_kernels.cache_folder import cache_dir, read_whole, write_whole
+from q2compile.runtime_kernels.versions import hash_of
 from q2compile.torch_internals.cpp_compiler import cpp_compiler
 
 SOURCES = Path(__file__).parent / "csrc"
@@ -124,11 +125,8 @@ def _compiler() -> str:
 def library_path() -> Path:
     """Where the library is kept."""
     key = hashlib.sha256()
-    for part in (*options(), torch.__version__, platform.machine()):
+    for part in (*options(), torch.__version__, platform.machine(), hash_of(SOURCES)):
         key.update(f"{part}\0".encode())
-    for source in sorted(SOURCES.iterdir()):
-        if source.suffix in (".h", ".cpp"):
-            key.update(source.name.encode() + b"\0" + source.read_bytes())
     return cache_dir() / f"cpu-{key.hexdigest()[:24]}.so"
 
 

@@ -10,19 +10,11 @@ from typing import Any
 import torch
 
 from q2compile.runtime_kernels.cpu import kernels
-from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.numerics.schemes import Scheme, get_scheme
-from q2compile.runtime_kernels.numerics.swizzle import unswizzle_32x4x4
+from q2compile.runtime_kernels.numerics.swizzle import plain_scales
 from q2compile.runtime_kernels.ops import gemm as gemm_op
 from q2compile.runtime_kernels.ops.argument_checks import check_quantized
 from q2compile.runtime_kernels.ops.table import DEQUANTIZE, GEMM
-
-
-def plain_scales(scales: torch.Tensor, rows: int, blocks: int, scheme: Scheme) -> torch.Tensor:
-    """Scales of a quantized matrix, contiguous and not swizzled."""
-    if scheme.swizzled:
-        return unswizzle_32x4x4(scales, rows, blocks)
-    return scales.contiguous()
 
 
 def dequantized(
@@ -36,7 +28,7 @@ def dequantized(
     """The first `columns` columns of a quantized matrix, dequantized."""
     rows, width = codes.shape[0], 2 * codes.shape[1]
     codes = codes.contiguous()
-    scales = plain_scales(scales, rows, ceil_div(width, scheme.width), scheme)
+    scales = plain_scales(scales, rows, width, scheme).contiguous()
     written = dtype if dtype in kernels.TYPES else torch.float32
     out = codes.new_empty((rows, columns), dtype=written)
     parts = codes.data_ptr(), scales.data_ptr(), kernels.pointer(global_scale), out.data_ptr()

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from q2compile.runtime_kernels.cpu import kernels
-from q2compile.runtime_kernels.cpu.dequantize import dequantized, plain_scales
+from q2compile.runtime_kernels.cpu.dequantize import dequantized
 from q2compile.runtime_kernels.numerics.column_sums import column_sums
 from q2compile.runtime_kernels.numerics.groups import clear_tail, lay_out, spreads
-from q2compile.runtime_kernels.numerics.layout import ceil_div, empty_quantized
+from q2compile.runtime_kernels.numerics.layout import empty_quantized
 from q2compile.runtime_kernels.numerics.mxfp4 import ABOVE_HALF
 from q2compile.runtime_kernels.numerics.schemes import Scheme
-from q2compile.runtime_kernels.numerics.swizzle import swizzle_32x4x4
+from q2compile.runtime_kernels.numerics.swizzle import plain_scales, swizzle_32x4x4
 from q2compile.runtime_kernels.numerics.transforms import Transform
 from q2compile.runtime_kernels.ops import quantize as op
 from q2compile.runtime_kernels.ops import requantize as requantize_op
@@ -164,7 +164,7 @@ def requantize(*args: Any) -> list[torch.Tensor]:
     scheme, more = call.source_scheme, {"factor_tensor": global_scale.data_ptr()}
     assert scheme is not None
     if call.by_scales:
-        scales = plain_scales(scales, x.shape[0], ceil_div(x.shape[1], scheme.width), scheme)
+        scales = plain_scales(scales, x.shape[0], x.shape[1], scheme).contiguous()
         more |= {"source_scales": scales.data_ptr(), "scales_across": scales.shape[1]}
     else:
         x = dequantized(x, scales, None, scheme, call.args["rows"], torch.float32)

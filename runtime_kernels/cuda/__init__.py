@@ -14,4 +14,4 @@ csrc/           the sources, without headers of CUDA's; include/ptx.cuh holds al
 Importing this registers the kernels; nothing of CUDA is loaded before the first call.
 """
 
-from q2compile.runtime_kernels.cuda import emulated, gemm, other_ops, quantize
+from q2compile.runtime_kernels.cuda import gemm, other_ops, quantize

@@ -14,6 +14,7 @@ each call is to read the addresses of the tensors.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
@@ -33,7 +34,7 @@ from q2compile.runtime_kernels.cuda.jit.launch import (
     unsupported,
     wait,
 )
-from q2compile.runtime_kernels.kernel_states import assumed_capability
+from q2compile.runtime_kernels.kernel_states import ONE_MULTIPROCESSOR, assumed_capability
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.ops.table import QUANTIZE, TRANSPOSE
 from q2compile.runtime_kernels.registry import CUDA, kernel
@@ -108,10 +109,7 @@ class Output(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        count = self.dtype.itemsize
-        for size in self.shape:
-            count *= size
-        return count
+        return self.dtype.itemsize * math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -260,7 +258,7 @@ class Launching:
 
     def kind(self, args: Sequence[Any]) -> Hashable:
         """A key that is equal for calls with equal launch plans."""
-        return self.plan, *map(_kind, args)
+        return self.plan, ONE_MULTIPROCESSOR.get(), *map(_kind, args)
 
     def in_layout(self, args: Sequence[Any]) -> list[Any]:
         """The arguments, copied where their layout is not the one that the kernels require."""
@@ -271,20 +269,10 @@ class Launching:
 
     def __call__(self, *args: Any) -> Any:
         """Runs the op. Returns a tensor or a tuple of tensors, as the op does."""
-        return self._run(self.in_layout(args), self.bind)
-
-    def planned_anew(self, *args: Any) -> Any:
-        """As __call__, with a plan that is computed anew."""
-
-        def bind(args: Sequence[Any]) -> BoundCall:
-            return BoundCall(self.plan(*args), tensors_of(args)[0].device.index)
-
-        return self._run(self.in_layout(args), bind)
-
-    def _run(self, args: Sequence[Any], bind: Callable[[Sequence[Any]], BoundCall]) -> Any:
-        inputs = tensors_of(args)
+        given = self.in_layout(args)
+        inputs = tensors_of(given)
         with on_device(inputs[0].device.index):
-            outputs = bind(args).outputs_of(inputs)
+            outputs = self.bind(given).outputs_of(inputs)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 

@@ -10,12 +10,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from q2compile.runtime_kernels.choice import Choice, choose
 from q2compile.runtime_kernels.cuda.jit import launch
 from q2compile.runtime_kernels.cuda.jit.limits import family_of
-from q2compile.runtime_kernels.kernel_states import Noted, awaited_in
+from q2compile.runtime_kernels.kernel_states import KNOWN, Noted, awaited_in
 from q2compile.runtime_kernels.numerics.layout import empty_quantized
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, get_scheme
 from q2compile.runtime_kernels.numerics.transforms import get_transform
 from q2compile.runtime_kernels.ops.table import GEMM
-from q2compile.runtime_kernels.registry import CUBLASLT_FP4, SCALED_MM, TRITON_FP4, emulation
+from q2compile.runtime_kernels.registry import CUBLASLT_FP4, SCALED_MM, TRITON_FP4
 
 
 def of_device(index: int) -> list[str]:
@@ -60,10 +60,8 @@ def _of_gemm(index: int, scheme: str) -> Choice:
         return choose(GEMM, (*operand, *operand, None, scheme, scheme, torch.bfloat16))
 
 
-def _of_all() -> list[str]:
-    """The sentences of all GPUs; equal ones are named once."""
+def emulations() -> list[str]:
+    """Lines on what is emulated on the GPUs of this process, or runs as a reference there."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return list(dict.fromkeys(text for index in range(count) for text in of_device(index)))
-
-
-emulation(_of_all)
+    lines = [text for index in range(count) for text in of_device(index)]
+    return [*dict.fromkeys(lines), *KNOWN.references.values()]  # equal GPUs are named once

@@ -36,11 +36,6 @@ def recent() -> list[str]:
     return [str(launch) for launch in reversed(_RECENT)][:_SHOWN]
 
 
-def forget_recent_launches() -> None:
-    """Forget the last launches, as in a new process."""
-    _RECENT.clear()
-
-
 def watch() -> None:
     """Makes that line follow an uncaught device error from now on."""
     global _watching

@@ -36,12 +36,6 @@ def make(device: torch.device) -> None:
     _PAIRS[pairs.device] = pairs  # with an index, as operands have it
 
 
-def forget_constants() -> None:
-    """Forget the constants of all devices, as in a new process."""
-    _PAIRS.clear()
-    _ROTATIONS.clear()
-
-
 def pairs_of_bytes(device: torch.device) -> torch.Tensor:
     """See above."""
     found = _PAIRS.get(device)

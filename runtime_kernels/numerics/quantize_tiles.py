@@ -8,7 +8,7 @@ from q2compile.runtime_kernels.numerics.blocks import Blocks, largest_of, poison
 from q2compile.runtime_kernels.numerics.formats import encode_e2m1
 from q2compile.runtime_kernels.numerics.layout import Tiling, pack, pack_bits
 from q2compile.runtime_kernels.numerics.scaled_codes import scaled_codes
-from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, Scheme, get_scheme
+from q2compile.runtime_kernels.numerics.schemes import Scheme
 from q2compile.runtime_kernels.numerics.swizzle import swizzle_32x4x4
 from q2compile.runtime_kernels.numerics.transforms import Transform, hadamard, signs_of
 
@@ -71,7 +71,7 @@ def quantize_tiles(
 def _dequantized(codes, scales, global_scale, scheme: Scheme) -> Quantized:
     """The dequantized bf16 operand of a scheme that ends in DEQUANTIZED, no scales, and the global
     scale that has still to be applied."""
-    values = scaled_codes(codes, scales, get_scheme(scheme.name.removesuffix(DEQUANTIZED)))
+    values = scaled_codes(codes, scales, scheme.with_form(""))
     if scheme.has_pow2_scale:
         values = values.mul_(global_scale)
         global_scale = torch.where(global_scale.isnan(), global_scale, 1.0)
@@ -79,21 +79,17 @@ def _dequantized(codes, scales, global_scale, scheme: Scheme) -> Quantized:
 
 
 def rotate_tiles(
-    tiles: torch.Tensor,
-    transform: Transform,
-    seed: torch.Tensor | None,
-    signs: torch.Tensor | None = None,
+    tiles: torch.Tensor, transform: Transform, seed: torch.Tensor | None
 ) -> torch.Tensor:
     """H (x * D) of every chunk of tiles [outer, size, lanes], size whole chunks, up to
-    transform.norm. Overwrites them. signs: D, if the caller has it.
+    transform.norm. Overwrites them.
 
     A rotated zero is +0, so that kernels may add in other orders where sums are exact, and
     subtract either operand of a butterfly from the other: x - y and -(y - x) are different zeros.
     In hadamard's order a sum is -0 only if the first element of its chunk is -0, since each
     butterfly needs a first operand of -0. So the first element is made +0.
     """
-    if signs is None:
-        signs = signs_of(transform, seed, tiles.device)
+    signs = signs_of(transform, seed, tiles.device)
     if signs is not None:
         tiles = _chunks(tiles, transform).mul_(signs[:, None]).view(tiles.shape)
     if transform.size > 1:

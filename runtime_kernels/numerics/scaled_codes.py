@@ -7,7 +7,7 @@ import torch
 from q2compile.runtime_kernels.numerics.formats import decode_e2m1, round_e2m1
 from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.numerics.schemes import Scheme
-from q2compile.runtime_kernels.numerics.swizzle import unswizzle_32x4x4
+from q2compile.runtime_kernels.numerics.swizzle import plain_scales
 
 
 def scaled_codes(codes: torch.Tensor, scales: torch.Tensor, scheme: Scheme) -> torch.Tensor:
@@ -17,9 +17,7 @@ def scaled_codes(codes: torch.Tensor, scales: torch.Tensor, scheme: Scheme) -> t
         return codes.float()
     values = decode_e2m1(codes)
     rows, width = values.shape
-    if scheme.swizzled:
-        scales = unswizzle_32x4x4(scales, rows, width // scheme.width)
-    scale = scales.to(torch.float32)
+    scale = plain_scales(scales, rows, width, scheme).to(torch.float32)
     if scheme.block[0] > 1:
         scale = scale.repeat_interleave(scheme.block[0], 0)[:rows]
     blocks = values.view(rows, width // scheme.width, scheme.width)
@@ -41,9 +39,7 @@ def rounded_to_scales(
     """
     rows, columns = x.shape
     blocks = ceil_div(columns, scheme.width)
-    if scheme.swizzled:
-        scales = unswizzle_32x4x4(scales, rows, blocks)
-    scale = scales.to(torch.float32)
+    scale = plain_scales(scales, rows, columns, scheme).to(torch.float32)
     step = (scale * global_scale).clamp_(min=torch.finfo(torch.float32).tiny)
     inverse = torch.where(scale == 0, 0.0, 1.0 / step)
     padded = torch.nn.functional.pad(x.float(), (0, blocks * scheme.width - columns))

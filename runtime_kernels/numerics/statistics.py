@@ -40,7 +40,7 @@ import torch
 from q2compile.runtime_kernels.numerics.constants import pairs_of_bytes
 from q2compile.runtime_kernels.numerics.formats import decode_e2m1
 from q2compile.runtime_kernels.numerics.schemes import Scheme
-from q2compile.runtime_kernels.numerics.swizzle import unswizzle_32x4x4
+from q2compile.runtime_kernels.numerics.swizzle import plain_scales
 
 FIELDS = (
     "amax",
@@ -108,7 +108,7 @@ def of_rows(
     """Views of the codes and block scales of some rows, [rows, n] or [groups, rows of one, n]; the
     scales unswizzled. And the least scale that is normal, by all rows."""
     least = _least_normal(scales, scheme)
-    scales = _unswizzled(codes, scales, scheme)
+    scales = plain_scales(scales, codes.shape[0], 2 * codes.shape[1], scheme)
     if sample is None:
         return codes, scales, least
     if scheme.is_tensorwise:
@@ -224,7 +224,7 @@ def source_values(
     if scheme.is_tensorwise:
         values = codes if sample is None else sample.of(codes, 1).flatten(1)
         return (values.to(torch.float64) * global_scale).t()
-    scales = _unswizzled(codes, scales, scheme)
+    scales = plain_scales(scales, codes.shape[0], 2 * codes.shape[1], scheme)
     if sample is None:
         codes, scales = codes.unflatten(1, (-1, scheme.width // 2)), scales.unsqueeze(2)
     else:  # a group lies in one block
@@ -282,9 +282,3 @@ def _shares_of_scales(
     torch.ge(scale, least, out=normal)
     torch.ge(scale, cap, out=largest)
     torch.mean(found, 1, out=out)
-
-
-def _unswizzled(codes: torch.Tensor, scales: torch.Tensor, scheme: Scheme) -> torch.Tensor:
-    if not scheme.swizzled:
-        return scales
-    return unswizzle_32x4x4(scales, codes.shape[0], 2 * codes.shape[1] // scheme.width)

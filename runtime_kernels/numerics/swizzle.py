@@ -14,6 +14,7 @@ the way into the GEMM.
 import torch
 
 from q2compile.runtime_kernels.numerics.layout import ceil_div
+from q2compile.runtime_kernels.numerics.schemes import Scheme
 
 
 def swizzle_32x4x4(scales: torch.Tensor) -> torch.Tensor:
@@ -52,3 +53,10 @@ def unswizzle_32x4x4(swizzled: torch.Tensor, rows: int, blocks: int) -> torch.Te
     tiles = swizzled.view(torch.uint8).view(a, b, 32, 4, 4).permute(0, 3, 2, 1, 4)
     plain = tiles.reshape(a * 128, b * 4)[:rows, :blocks]
     return plain.contiguous().view(swizzled.dtype)
+
+
+def plain_scales(scales: torch.Tensor, rows: int, columns: int, scheme: Scheme) -> torch.Tensor:
+    """The scales of a quantized [rows, columns] matrix, unswizzled if they are swizzled."""
+    if not scheme.swizzled:
+        return scales
+    return unswizzle_32x4x4(scales, rows, ceil_div(columns, scheme.width))

@@ -100,9 +100,17 @@ def product(
         # addmm adds the bias to the fp32 sums, before the one rounding.
         return left @ right.t() if bias is None else torch.addmm(bias, left, right.t())
     left, right = (dequantize(each._replace(global_scale=None), torch.float32) for each in (a, b))
-    out = _mm_fp32(left, right).mul_(alpha_of(a, b))
+    return finished(_mm_fp32(left, right), alpha_of(a, b), bias, dtype)
+
+
+def finished(
+    out: torch.Tensor, alpha: torch.Tensor | None, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """(out * alpha + bias) of fp32 sums, which are overwritten, rounded to dtype once."""
+    if alpha is not None:
+        out.mul_(alpha)
     if bias is not None:
-        out += bias
+        out.add_(bias)
     return out.to(dtype)
 
 

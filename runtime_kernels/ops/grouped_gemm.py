@@ -22,11 +22,14 @@ a second rounding to bf16: torch has no grouped product of bf16 operands that re
 Results of another dtype are computed in fp32.
 """
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from q2compile.runtime_kernels.ops.gemm import Factor, alpha_of, checked_factors, has_pow2_scales
+from q2compile.runtime_kernels.ops.table import GROUPED_GEMM
 from q2compile.runtime_kernels.registry import define
 
 
@@ -48,7 +51,7 @@ def result_shape(a: Factor, b: Factor, groups: int, gemm: str) -> tuple:
 
 
 def fake(*args: Any) -> torch.Tensor:
-    (a, b), (offs, *_, gemm, dtype) = checked_factors("grouped_gemm", args), args[6:]
+    (a, b), (offs, *_, gemm, dtype) = checked_factors(GROUPED_GEMM, args), args[6:]
     return a.codes.new_empty(result_shape(a, b, offs.shape[0], gemm), dtype=dtype)
 
 
@@ -60,20 +63,31 @@ def fake(*args: Any) -> torch.Tensor:
 )
 def grouped_gemm(*args: Any) -> torch.Tensor:
     """The reference: see the top of this file."""
-    (a, b), (offs, *_, gemm, dtype) = checked_factors("grouped_gemm", args), args[6:]
+    wide = torch.bfloat16 if args[-1] == torch.bfloat16 else torch.float32
+    return grouped_product(args, partial(_dequantized, dtype=wide), torch.ops.q2.grouped_mm)
+
+
+def grouped_product(
+    args: Sequence[Any],
+    dequantize: Callable[[Factor, bool], torch.Tensor],
+    multiply: Callable[..., torch.Tensor],
+) -> torch.Tensor:
+    """The products by torch.
+
+    dequantize: makes an operand of a factor, and of whether its global scale is multiplied in.
+    multiply: as q2::grouped_mm.
+    """
+    (a, b), (offs, *_, gemm, dtype) = checked_factors(GROUPED_GEMM, args), args[6:]
     is_scaled = has_pow2_scales(a, b)
-    wide = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-    left, right = (_dequantized(each, is_scaled, wide) for each in (a, b))
-    out = torch.ops.q2.grouped_mm(left, as_grouped(right, gemm, offs.shape[0]), offs)
+    left, right = (dequantize(each, is_scaled) for each in (a, b))
+    out = multiply(left, as_grouped(right, gemm, offs.shape[0]), offs)
     if gemm == "wgrad":
         out = out.flatten(0, 1)
-    return (out if is_scaled else out.mul_(factor_of(a, b))).to(dtype)
-
-
-def factor_of(a: Factor, b: Factor) -> torch.Tensor:
-    """The product of the global scales, [1], by which a bf16 matrix is multiplied in fp32. A 0-dim
-    one would be rounded to bf16 first, on CUDA."""
-    return alpha_of(a, b).reshape(1)
+    if not is_scaled:
+        # In place: the gradient of all experts' weights is among the largest tensors of a step. By
+        # a tensor [1] it is multiplied in fp32; one of no dimensions would be rounded to bf16.
+        out.mul_(alpha_of(a, b).reshape(1))
+    return out.to(dtype)
 
 
 def _dequantized(factor: Factor, is_scaled: bool, dtype: torch.dtype) -> torch.Tensor:
@@ -82,8 +96,5 @@ def _dequantized(factor: Factor, is_scaled: bool, dtype: torch.dtype) -> torch.T
     codes, scales, global_scale, spec = factor
     if spec.dequantized:
         return codes.to(dtype)
-    if not is_scaled:
-        global_scale = torch.ones((), dtype=torch.float32, device=codes.device)
-    return torch.ops.q2.dequantize(
-        codes, scales, global_scale, spec.name, factor.contraction, dtype
-    )
+    scale = global_scale if is_scaled else None
+    return torch.ops.q2.dequantize(codes, scales, scale, spec.name, factor.contraction, dtype)

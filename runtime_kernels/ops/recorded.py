@@ -36,7 +36,7 @@ from q2compile.runtime_kernels.numerics.statistics import (
     sums,
     sums_of_codes,
 )
-from q2compile.runtime_kernels.numerics.swizzle import unswizzle_32x4x4
+from q2compile.runtime_kernels.numerics.swizzle import plain_scales
 from q2compile.runtime_kernels.numerics.transforms import Transform, get_transform
 from q2compile.runtime_kernels.ops.table import DEQUANTIZE, QuantizerCall
 from q2compile.runtime_kernels.registry import define, warm_up
@@ -148,8 +148,7 @@ def _rows_of(x: torch.Tensor, columnwise: bool) -> Rows:
 
 def _largest_of_codes(codes, scales, global_scale, scheme: Scheme) -> torch.Tensor:
     """max |x̂| of a quantized matrix. Without the global scale its elements are exact in bf16."""
-    if scheme.swizzled:
-        scales = unswizzle_32x4x4(scales, codes.shape[0], 2 * codes.shape[1] // scheme.width)
+    scales = plain_scales(scales, codes.shape[0], 2 * codes.shape[1], scheme)
     args = _dequantized(codes, scales, scheme.with_form(""))
     return _largest(torch.ops.q2.dequantize(*args)) * global_scale
 

@@ -22,25 +22,15 @@ import torch
 from q2compile.runtime_kernels.numerics.seeds import seeds
 from q2compile.runtime_kernels.registry import define
 
-_COUNTERS: dict[tuple[int, torch.device], torch.Tensor] = {}
+COUNTERS: dict[tuple[int, torch.device], torch.Tensor] = {}  # of the process, for good
 
 
 def counter(key: int, device: torch.device) -> torch.Tensor:
     """How many seeds of a key were drawn on a device: int64, 0-dim, one tensor for good."""
-    if (key, device) not in _COUNTERS:
+    if (key, device) not in COUNTERS:
         with torch.inference_mode(False):  # a later training step increases it
-            _COUNTERS[key, device] = torch.zeros((), dtype=torch.int64, device=device)
-    return _COUNTERS[key, device]
-
-
-def counters() -> dict[tuple[int, torch.device], torch.Tensor]:
-    """All counters of the process, by key and device."""
-    return dict(_COUNTERS)
-
-
-def forget_counters() -> None:
-    """Forget all counters, as in a new process. Not while a compiled graph uses a counter."""
-    _COUNTERS.clear()
+            COUNTERS[key, device] = torch.zeros((), dtype=torch.int64, device=device)
+    return COUNTERS[key, device]
 
 
 def fake(anchor, *_):

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import q2compile
 from q2compile.errors import ConfigError
-from q2compile.runtime_kernels.ops.seed import counter, forget_counters
+from q2compile.runtime_kernels.ops.seed import COUNTERS, counter
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 STEPS = 3
@@ -18,7 +18,7 @@ STEPS = 3
 
 @pytest.fixture(autouse=True)
 def no_counters():
-    forget_counters()
+    COUNTERS.clear()
 
 
 class Net(nn.Module):
@@ -83,7 +83,7 @@ def test_a_seed_gives_the_same_bits_again_and_another_gives_others(recipe):
     runs = []
     for key in (7, 7, 8):
         torch._dynamo.reset()
-        forget_counters()
+        COUNTERS.clear()
         runs.append(trained(recipe=recipe, seed=key))
     first, again, other = runs
     assert equal(first, again)
@@ -97,7 +97,7 @@ def test_a_seed_gives_the_same_bits_again_and_another_gives_others(recipe):
 def test_bits_do_not_depend_on_how_a_graph_is_compiled(how):
     one = trained(seed=7, inner="eager")
     torch._dynamo.reset()
-    forget_counters()
+    COUNTERS.clear()
     for a, b in zip(one, trained(seed=7, **how), strict=True):
         assert (a - b).norm() < 1e-3 * a.norm()  # sums in another order; other bits differ by 5%
 
@@ -105,14 +105,14 @@ def test_bits_do_not_depend_on_how_a_graph_is_compiled(how):
 def test_a_resumed_run_goes_on_with_the_bits_that_would_have_come():
     through = trained(4, seed=7)
     torch._dynamo.reset()
-    forget_counters()
+    COUNTERS.clear()
     torch.manual_seed(0)
     model = Net()
     compiled = torch.compile(model, backend="quartet2", options={"seed": 7})
     first = steps_of(compiled, model, 2)
     state = q2compile.get_rng_state()
     assert state == {"cpu": {7: 6}}  # 2 steps of two wgrads and one dgrad
-    forget_counters()
+    COUNTERS.clear()
     q2compile.set_rng_state(state)
     assert equal(first + steps_of(compiled, model, 2), through)
 

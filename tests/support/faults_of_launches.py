@@ -142,8 +142,8 @@ OF_LAUNCHES = (
     fault(
         "warming up leaves the look-up to the first call",
         _CUBLASLT,
-        "product not in _PLANS:",
-        "product in _PLANS:",
+        "product not in PLANS:",
+        "product in PLANS:",
         _RULES,
     ),
     fault(

@@ -2,7 +2,7 @@
 """State of q2compile that lasts as long as a process: as it is in a new one."""
 
 from q2compile.report.dump_folder import DumpFolder
-from q2compile.runtime_kernels import checks, registry
+from q2compile.runtime_kernels import checks
 from q2compile.runtime_kernels.kernel_states import KNOWN
 from q2compile.runtime_kernels.registry import CPP
 from q2compile.telemetry import clock
@@ -19,7 +19,6 @@ def forget_checks() -> None:
     known = {check: found for check, found in KNOWN.checks.items() if check[1] == CPP}
     checks.forget()
     KNOWN.checks.update(known)
-    registry.forget_references()
 
 
 def restart_clock() -> None:

@@ -261,9 +261,9 @@ FAULTS = (
     ),
     fault(
         "an edited kernel is served from the cache",
-        "q2compile/compiler/cache_key.py",
-        'endswith((".py", ".cu", ".cuh", ".cpp", ".h"))',
-        'endswith(".py")',
+        "runtime_kernels/versions.py",
+        '_SOURCES = (".py", ".cu", ".cuh", ".cpp", ".h")',
+        '_SOURCES = (".py",)',
         "q2compile/compiler/test_cache_key.py",
     ),
     fault(

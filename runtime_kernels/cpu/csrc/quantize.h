@@ -54,31 +54,6 @@ inline void load_any(const Job& job, const Place& place, F* x) {
     return job.o.type == BF16 ? chunks<BF16>(job, place, x) : chunks<FP32>(job, place, x);
 }
 
-// The largest |x| of the finite blocks.
-template <int WIDTH>
-inline float largest_of_all(const Job& job) {
-    Largest all;
-#pragma omp parallel if (job.layout.rows * job.layout.width > ALONE)
-    {
-        Largest own;
-#pragma omp for schedule(static)
-        for (int64_t tile = 0; tile < job.layout.tiles; tile++) {
-            F x[LARGEST_CHUNK];
-            Place place = job.layout.place(tile);
-            load_any(job, place, x);
-            for (int k = 0; k < job.o.chunk; k += WIDTH) {
-                I poisoned;
-                float lanes[LANES];
-                store(lanes, largest_of<WIDTH>(job.o, x + k, fill(job.factor), poisoned));
-                for (int lane = 0; lane < LANES; lane++) own.add(lanes[lane]);
-            }
-        }
-#pragma omp critical(q2_largest)
-        all.add(own.result());
-    }
-    return all.result();
-}
-
 // Bits of each lane's largest |x| in the other tile of a block of 32 rows.
 inline I largest_of_other_rows(const Job& job, Place place) {
     for (int64_t& row : place.row) row ^= LANES;
@@ -170,6 +145,16 @@ inline void mxfp4_tile(const Job& job, const Place& place, F* x, Largest&) {
                 std::memcpy(o.mask + element / 8, &trusted[lane], 4);
             }
         }
+    }
+}
+
+// The largest |x| of the finite blocks of nvfp4.
+inline void largest_of_tile(const Job& job, const Place&, F* x, Largest& largest) {
+    for (int k = 0; k < job.o.chunk; k += 16) {
+        I poisoned;
+        float lanes[LANES];
+        store(lanes, largest_of<16>(job.o, x + k, fill(job.factor), poisoned));
+        for (int lane = 0; lane < LANES; lane++) largest.add(lanes[lane]);
     }
 }
 
@@ -275,7 +260,7 @@ inline void quantize(const Operand& o) {
         raw.reset(new float[count + LANES]());
         job.raw = raw.get();
     } else {
-        float amax = o.amax ? *o.amax : largest_of_all<16>(job);
+        float amax = o.amax ? *o.amax : all_tiles<largest_of_tile>(job);
         job.global_scale = floored(amax / o.amax_divisor, amax);
     }
     float top = tiles_by_rule(job);

@@ -235,7 +235,7 @@ def address(x: torch.Tensor | None) -> ctypes.c_void_p:
     return ctypes.c_void_p(None if x is None else x.data_ptr())
 
 
-_PLANS: dict[GemmKind, Plan] = {}
+PLANS: dict[GemmKind, Plan] = {}
 
 
 def run(product: GemmKind, a: Operand, b: Operand, alpha, bias, out) -> None:
@@ -257,7 +257,7 @@ def planned(product: GemmKind) -> Plan:
     Raises:
         LaunchError: as `run`.
     """
-    return _PLANS.get(product) or plan(product)
+    return PLANS.get(product) or plan(product)
 
 
 def plan(product: GemmKind, wanted: Sequence[int] | None = None) -> Plan:
@@ -269,15 +269,10 @@ def plan(product: GemmKind, wanted: Sequence[int] | None = None) -> Plan:
         LaunchError: as `run`.
     """
     found = Plan(product, wanted)
-    if len(_PLANS) >= _MOST_PLANS:
-        _PLANS.clear()
-    _PLANS[product] = found
+    if len(PLANS) >= _MOST_PLANS:
+        PLANS.clear()
+    PLANS[product] = found
     return found
-
-
-def forget_plans() -> None:
-    """Forget all plans, as in a new process: the algorithm of each product is chosen again."""
-    _PLANS.clear()
 
 
 def ready(product: GemmKind) -> None:
@@ -288,7 +283,7 @@ def ready(product: GemmKind) -> None:
     """
     with torch.cuda.device(product.device):
         handle(product.device)
-        if all(isinstance(size, int) and size for size in product[1:4]) and product not in _PLANS:
+        if all(isinstance(size, int) and size for size in product[1:4]) and product not in PLANS:
             plan(product)
 
 

@@ -20,7 +20,6 @@ from q2compile.runtime_kernels.cuda.gemm.fastest import choose_algorithm
 from q2compile.runtime_kernels.cuda.gemm.operands import (
     adds_bias,
     aligned,
-    finished,
     padded,
     why_not_fp4,
     without_contraction,
@@ -28,7 +27,7 @@ from q2compile.runtime_kernels.cuda.gemm.operands import (
 from q2compile.runtime_kernels.cuda.jit.launch import empty
 from q2compile.runtime_kernels.cuda.jit.limits import capability_of, why_no_fp4
 from q2compile.runtime_kernels.numerics.layout import ceil_div
-from q2compile.runtime_kernels.ops.gemm import Factor, alpha_of, checked_gemm, factors_of
+from q2compile.runtime_kernels.ops.gemm import Factor, alpha_of, checked_gemm, factors_of, finished
 from q2compile.runtime_kernels.ops.table import GEMM
 from q2compile.runtime_kernels.registry import CUBLASLT_FP4
 
@@ -77,12 +76,6 @@ def gemm_fp4(*args: Any) -> torch.Tensor:
 
     with on_device(product.device):
         arguments = _arguments(product, a, b, bias if inside else None)
-        first = None
-        if first_launch.needed(product.rows, product.columns, product.k):
-            choose_algorithm(product, a.codes.device, arguments)
-            of_rows = first_launch.rows_class(product.rows)
-            which = planned(product).algorithm, product.dtype, product.bias, of_rows
-            first = first_launch.begin(GEMM, CUBLASLT_FP4, args, *which)
 
         def launch() -> torch.Tensor:
             run(product, *arguments)
@@ -90,7 +83,13 @@ def gemm_fp4(*args: Any) -> torch.Tensor:
             out = out[:, :columns].contiguous() if columns < product.columns else out
             return finished(out, None, None if inside else bias, dtype)
 
-        return first_launch.launched(first, args, launch)
+        size = product.rows, product.columns, product.k
+        if not first_launch.needed(*size):
+            return launch()
+        choose_algorithm(product, a.codes.device, arguments)
+        of_rows = first_launch.rows_class(product.rows)
+        which = planned(product).algorithm, product.dtype, product.bias, of_rows
+        return first_launch.launched(GEMM, CUBLASLT_FP4, args, size, which, launch)
 
 
 def _arguments(product: GemmKind, a: Factor, b: Factor, bias: torch.Tensor | None) -> tuple:

@@ -11,20 +11,19 @@ from typing import Any
 import torch
 
 from q2compile.runtime_kernels.cuda.calls import cuda_kernel, load
-from q2compile.runtime_kernels.cuda.gemm.grouped_mm import grouped_mm, unserved, zero_rows_launch
-from q2compile.runtime_kernels.cuda.gemm.operands import finished, without_contraction
+from q2compile.runtime_kernels.cuda.gemm.grouped_mm import grouped_mm, prepare_grouped, unserved
+from q2compile.runtime_kernels.cuda.gemm.operands import without_contraction
 from q2compile.runtime_kernels.cuda.other_ops import dequantize, dequantize_launches
-from q2compile.runtime_kernels.numerics.schemes import SWIZZLED
-from q2compile.runtime_kernels.numerics.swizzle import unswizzle_32x4x4
+from q2compile.runtime_kernels.numerics.swizzle import plain_scales
 from q2compile.runtime_kernels.ops.gemm import (
     Factor,
     alpha_of,
-    checked_factors,
     checked_gemm,
     factors_of,
+    finished,
     has_pow2_scales,
 )
-from q2compile.runtime_kernels.ops.grouped_gemm import as_grouped, factor_of
+from q2compile.runtime_kernels.ops.grouped_gemm import grouped_product
 from q2compile.runtime_kernels.ops.table import GROUPED_GEMM
 from q2compile.runtime_kernels.registry import CUDA_BF16
 
@@ -65,9 +64,8 @@ def dequantized(factor: Factor, is_scaled: bool) -> torch.Tensor:
     codes, scales, global_scale, spec = factor
     if spec.dequantized:
         return codes
-    if spec.swizzled:
-        scales = unswizzle_32x4x4(scales, codes.shape[0], factor.contraction // spec.width)
-    how = spec.name.removesuffix(SWIZZLED), factor.contraction, torch.bfloat16
+    scales = plain_scales(scales, codes.shape[0], factor.contraction, spec)
+    how = spec.with_form("").name, factor.contraction, torch.bfloat16
     return dequantize(codes, scales, global_scale if is_scaled else None, *how)
 
 
@@ -81,18 +79,11 @@ def _why_not_grouped(*args: Any) -> str | None:
 
 
 def _prepare_grouped(*args: Any) -> None:
-    zero_rows_launch().warm_up(args[0].device.index)
+    prepare_grouped(*args)
     prepare_operands(*args)
 
 
 @cuda_kernel(GROUPED_GEMM, CUDA_BF16, _why_not_grouped, _prepare_grouped)
 def grouped_gemm_bf16(*args: Any) -> torch.Tensor:
     """See ops/grouped_gemm.py."""
-    (a, b), (offs, *_, gemm, _) = checked_factors(GROUPED_GEMM, args), args[6:]
-    is_scaled = has_pow2_scales(a, b)
-    left, right = (dequantized(each, is_scaled) for each in (a, b))
-    out = grouped_mm(left, as_grouped(right, gemm, offs.shape[0]), offs)
-    if gemm == "wgrad":
-        out = out.flatten(0, 1)
-    # In place: the gradient of all experts' weights is among the largest tensors of a step.
-    return out if is_scaled else out.mul_(factor_of(a, b))
+    return grouped_product(args, dequantized, grouped_mm)

@@ -27,7 +27,7 @@ import torch
 
 from q2compile.runtime_kernels import check_results, checks
 from q2compile.runtime_kernels.check_results import Request
-from q2compile.runtime_kernels.choice import device_of, kernels
+from q2compile.runtime_kernels.choice import device_of, kernel_named
 from q2compile.runtime_kernels.kernel_states import (
     KNOWN,
     Result,
@@ -36,7 +36,7 @@ from q2compile.runtime_kernels.kernel_states import (
     rejected,
 )
 from q2compile.runtime_kernels.numerics.formats import decode_e2m1
-from q2compile.runtime_kernels.numerics.swizzle import unswizzle_32x4x4
+from q2compile.runtime_kernels.numerics.swizzle import plain_scales
 from q2compile.runtime_kernels.ops.gemm import Factor, alpha_of, factors_of
 from q2compile.runtime_kernels.ops.table import GEMM, GROUPED_GEMM
 from q2compile.runtime_kernels.selfcheck import GEMM_ERROR, apart
@@ -101,19 +101,6 @@ def known(what: Request, call: Sequence[Any] = ()) -> bool:
     return True
 
 
-def begin(op: str, name: str, call: Sequence[Any], *which: Hashable) -> Request | None:
-    """The comparison that a large product needs; None if it was made before.
-
-    call: the arguments of the op.
-    which: the algorithm or the specialization, and the types of bias and result.
-
-    Raises:
-        WrongError: it was wrong, or did not end.
-    """
-    what = request(op, name, device_of(call), *which)
-    return None if known(what, call) else what
-
-
 class _Described(NamedTuple):
     """A tensor without its values; ends: those of groups, which matter."""
 
@@ -148,19 +135,16 @@ def disagreement(op: str, name: str, device: torch.device, call: Sequence[Any]) 
     with apart(device):
         args = [each.made(device) if isinstance(each, _Described) else each for each in call]
         try:
-            next(k.function for k in kernels(op) if k.name == name)(*args)
+            kernel_named(op, name).function(*args)
         except WrongError as error:
             return str(error)
     return None
 
 
 @contextmanager
-def marked(what: Request | None) -> Iterator[None]:
+def marked(what: Request) -> Iterator[None]:
     """A context for the launch and its comparison. The mark stays if the process ends here, or if
     the device fails."""
-    if what is None:
-        yield
-        return
     check_results.mark(what)
     LOG.debug("q2compile: compares the first large launch of %s", what.label)
     try:
@@ -182,18 +166,30 @@ def request(op: str, name: str, device: torch.device, *which: Hashable) -> Reque
 
 
 def launched(
-    what: Request | None, args: Sequence[Any], run: Callable[[], torch.Tensor]
+    op: str,
+    name: str,
+    args: Sequence[Any],
+    size: tuple[int, int, int],
+    which: Sequence[Hashable],
+    run: Callable[[], torch.Tensor],
 ) -> torch.Tensor:
-    """The result of run(), a launch by the op with these arguments. what: the comparison that it
-    needs, if it needs one.
+    """The result of run(), a launch by a kernel of an op with these arguments, which is compared if
+    it is large and was not compared before.
+
+    size: m, n and k of the product.
+    which: the algorithm or the specialization, and the types of bias and result.
 
     Raises:
-        WrongError: it is wrong.
+        WrongError: it is wrong, or was wrong before, or did not end.
     """
+    if not needed(*size):
+        return run()
+    what = request(op, name, device_of(args), *which)
+    if known(what, args):
+        return run()
     with marked(what):
         out = run()
-        if what is not None:
-            compare(what, out, args)
+        compare(what, out, args)
     return out
 
 
@@ -339,8 +335,7 @@ def bf16_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def _rows_of(factor: Factor, rows: torch.Tensor) -> Factor:
     """The given rows of an operand, with scales that are not swizzled and one per row."""
     codes, scales, global_scale, spec = factor
-    if spec.swizzled:
-        scales = unswizzle_32x4x4(scales, codes.shape[0], factor.contraction // spec.width)
+    scales = plain_scales(scales, codes.shape[0], factor.contraction, spec)
     # A scale has no index on every device.
     picked = scales.view(torch.uint8)[rows // spec.block[0]].view(scales.dtype)
     return Factor(codes[rows], picked, global_scale, spec)

@@ -4,6 +4,7 @@ groups on the device, and zeros in the rows of no group (zero_rows.cu).
 """
 
 import functools
+from typing import Any
 
 import torch
 
@@ -45,11 +46,12 @@ def _why_not(a, b, offs) -> str | None:
     return unserved(a.device.index, a.dtype, a.shape[1], b.shape[-1])
 
 
-def _prepare(a, b, offs) -> None:
-    zero_rows_launch().warm_up(a.device.index)
+def prepare_grouped(*args: Any) -> None:
+    """Loads what clears the rows of no group."""
+    zero_rows_launch().warm_up(args[0].device.index)
 
 
-@cuda_kernel("grouped_mm", CUDA, _why_not, _prepare)
+@cuda_kernel("grouped_mm", CUDA, _why_not, prepare_grouped)
 def grouped_mm(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
     """See ops/grouped_mm.py."""
     if a.shape[0] == 0 or b.shape[-1] == 0 or (b.dim() == 3 and a.shape[1] == 0):

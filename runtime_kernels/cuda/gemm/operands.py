@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requirements of the GEMM kernels on their operands, as reasons in words; and their epilogue."""
+"""Requirements of the GEMM kernels on their operands, as reasons in words."""
 
 import torch
 from torch.nn.functional import pad
@@ -31,17 +31,6 @@ def adds_bias(bias_dtype: torch.dtype | None, dtype: torch.dtype) -> bool:
     """True if a library's GEMM with a result of this type adds a bias of that type to its sums, or
     there is no bias (None)."""
     return bias_dtype is None or (bias_dtype == dtype and dtype.itemsize == 2)
-
-
-def finished(
-    out: torch.Tensor, alpha: torch.Tensor | None, bias: torch.Tensor | None, dtype: torch.dtype
-) -> torch.Tensor:
-    """(out * alpha + bias) of fp32 sums, which are overwritten, rounded to dtype once."""
-    if alpha is not None:
-        out.mul_(alpha)
-    if bias is not None:
-        out.add_(bias)
-    return out.to(dtype)
 
 
 def padded(codes: torch.Tensor, rows: int, width: int) -> torch.Tensor:

@@ -23,7 +23,7 @@ import torch
 from torch.nn.functional import pad
 
 from q2compile.runtime_kernels.choice import choose
-from q2compile.runtime_kernels.cuda.gemm.grouped_mm import zero_rows, zero_rows_launch
+from q2compile.runtime_kernels.cuda.gemm.grouped_mm import prepare_grouped, zero_rows
 from q2compile.runtime_kernels.cuda.gemm.operands import adds_bias, without_contraction
 from q2compile.runtime_kernels.cuda.jit.launch import unsupported
 from q2compile.runtime_kernels.cuda.jit.limits import capability_of, why_no_fp8, why_not_in_e4m3
@@ -125,16 +125,12 @@ def _grouped_unsupported(*args: Any) -> str | None:
     return None if assumed_capability() else unsupported(a.codes.device.index)
 
 
-def _prepare_grouped(*args: Any) -> None:
-    zero_rows_launch().warm_up(args[0].device.index)
-
-
 @kernel(
     GROUPED_GEMM,
     SCALED_GROUPED_MM,
     device_type="cuda",
     unsupported=_grouped_unsupported,
-    prepare=_prepare_grouped,
+    prepare=prepare_grouped,
 )
 def scaled_grouped_mm(*args: Any) -> torch.Tensor:
     """See ops/grouped_gemm.py."""

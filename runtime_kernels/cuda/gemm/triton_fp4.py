@@ -101,16 +101,13 @@ def _gemm(
         unrotation = Unrotation(aligned(mask.contiguous()), transform.norm)
     variant: tuple = tile, a.spec.width, dtype, bias is None or bias.dtype
     variant += transform and transform.name, width % tile.k
-    first = None
-    if first_launch.needed(rows, columns, 2 * width):
-        which = *variant, first_launch.rows_class(rows)
-        first = first_launch.begin(op, TRITON_FP4, args, *which)
 
     def launch() -> torch.Tensor:
         with compiling(op, device, variant), on_device(device.index):
             return gemm_fp4(left, right, bias, dtype, tile, unrotation)
 
-    return first_launch.launched(first, args, launch)
+    size, which = (rows, columns, 2 * width), (*variant, first_launch.rows_class(rows))
+    return first_launch.launched(op, TRITON_FP4, args, size, which, launch)
 
 
 def _why_not_grouped(*args: Any) -> str | None:
@@ -141,15 +138,13 @@ def grouped_gemm_triton(*args: Any) -> torch.Tensor:
     )
     contracted = None if gemm == "wgrad" else a.codes.shape[1]
     variant = tile, a.spec.block, b.spec.block, gemm, dtype, groups, contracted
-    first = None
-    if first_launch.needed(rows, of_one, a.contraction):
-        first = first_launch.begin(GROUPED_GEMM, TRITON_FP4, args, *variant)
 
     def launch() -> torch.Tensor:
         with compiling(GROUPED_GEMM, device, variant), on_device(device.index):
             return triton_grouped_kernel.grouped_gemm_fp4(left, right, offs, gemm, dtype, tile)
 
-    return first_launch.launched(first, args, launch)
+    size = rows, of_one, a.contraction
+    return first_launch.launched(GROUPED_GEMM, TRITON_FP4, args, size, variant, launch)
 
 
 @contextmanager

@@ -57,8 +57,8 @@ def test_checks_run_while_a_graph_is_compiled(folder) -> None:
             assert [checks.rejection(each) for each in asked] == [None] * 3
         assert list(rejected.values()) == asked and "wrong" not in runs(folder)
         (folder.parent / "release").touch()
-        ended = checks.CHECKER.submit(asked[1]).result()
-        assert ended.differs and checks.rejection(asked[1]) is None
+        checks.CHECKER.run(asked[1])
+        assert KNOWN.checks[asked[1].check].differs and checks.rejection(asked[1]) is None
     assert list(rejected.values()) == [asked[1]] and len(texts(said, KernelWarning)) == 1
     assert runs(folder) == ["long", "right", "wrong"]
     with checks.awaited_together() as rejected:
@@ -85,7 +85,7 @@ def test_no_kernel_is_rejected_if_waiting_fails(monkeypatch, folder) -> None:
 
     with pytest.raises(DeviceLostError), checks.awaited_together() as rejected:
         monkeypatch.setattr(checks, "begin", lambda request: None)
-        monkeypatch.setattr(checks.CHECKER, "submit", failing)
+        monkeypatch.setattr(checks.CHECKER, "run", failing)
         assert checks.rejection(request("right", folder)) is None
     assert rejected == {}
 
@@ -152,7 +152,7 @@ def test_a_step_waits_for_no_check_that_its_compilation_did_not_begin(
 ) -> None:
     """A call site asks whether its kernels are checked. On a new machine they all are by then, so
     nothing has to be foreseen."""
-    late, launched, submit = [], [], checks.CHECKER.submit
+    late, launched, begin = [], [], checks.CHECKER.begin
 
     def noted(call):
         def enqueue(site, given):
@@ -162,12 +162,12 @@ def test_a_step_waits_for_no_check_that_its_compilation_did_not_begin(
 
         return enqueue
 
-    def submitted(request, after=()):
+    def begun(request, after=()):
         late.extend([request.label] if launched else [])
-        return submit(request, after)
+        begin(request, after)
 
     monkeypatch.setattr(CallSite, "enqueue", noted(CallSite.enqueue))
-    monkeypatch.setattr(checks.CHECKER, "submit", submitted)
+    monkeypatch.setattr(checks.CHECKER, "begin", begun)
     model = nn.Sequential(nn.Linear(512, 512), nn.SiLU(), nn.Linear(512, 512)).cuda().bfloat16()
     x = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     compiled = torch.compile(model, backend="quartet2", options={"recipe": recipe})

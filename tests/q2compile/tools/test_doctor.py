@@ -4,13 +4,11 @@
 import importlib.metadata
 import json
 import tempfile
-from concurrent.futures import Future
 
 import pytest
 import torch
 
 from q2compile.runtime_kernels import check_results, checks, selfcheck
-from q2compile.runtime_kernels.check_child import Unable
 from q2compile.runtime_kernels.cuda import known_bad
 from q2compile.runtime_kernels.kernel_states import Result, disable, rejected
 from q2compile.tools import cli, doctor, kernel_rows
@@ -33,7 +31,7 @@ def test_doctor_lists_what_fails_and_goes_on(monkeypatch, tmp_path, capsys):
         for request in asked
     ]
     monkeypatch.setattr(checks, "begin", lambda request: None)
-    monkeypatch.setattr(checks.CHECKER, "submit", lambda request: _unable())
+    monkeypatch.setattr(checks.CHECKER, "run", lambda request: None)
     print(*doctor.kernel_lines(rows, True, True), sep="\n")
     out = capsys.readouterr().out
     assert len(out.splitlines()) == 5
@@ -51,13 +49,6 @@ def test_doctor_lists_what_fails_and_goes_on(monkeypatch, tmp_path, capsys):
         "starved": "rejected",
         "unwanted": "disabled",
     }
-
-
-def _unable() -> Future:
-    """The answer that no process of checks can run."""
-    answer: Future = Future()
-    answer.set_result(Unable("a test"))
-    return answer
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ def test_threads_compile_the_kernels_of_a_group_before_its_check(gpu, monkeypatc
     gpu((9, 0))
     begun, asked = [], []
     monkeypatch.setattr(nvrtc, "begin", lambda variant, architecture: begun.append(variant))
-    monkeypatch.setattr(checks.CHECKER, "submit", lambda request, after: asked.append(len(after)))
+    monkeypatch.setattr(checks.CHECKER, "begin", lambda request, after: asked.append(len(after)))
     monkeypatch.setattr(launch, "architecture", lambda index: "sm_90a")
     row = row_of(grouped_check.request_of(Group((form(ROWWISE, "nvfp4_46_pow2"),) * 2), ON_GPU))
     with checks.answering(stored=False), awaited_in({}):

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import compile_fx
 
 import q2compile
-from q2compile.runtime_kernels.ops.seed import forget_counters
+from q2compile.runtime_kernels.ops.seed import COUNTERS
 from q2compile.torch_internals import optimizer_steps
 from q2compile.weight_cache import graph_inputs
 from q2compile.weight_cache.cache import CodesLayout, parts_of
@@ -340,7 +340,7 @@ def test_cuda_graphs_replay_with_fresh_codes():
     options = {"inner": "inductor", "mode": "reduce-overhead", "device": device, "steps": 6}
     for model, cache in ((plain, False), (cached, True)):
         counters.clear()
-        forget_counters()
+        COUNTERS.clear()
         with counted() as making:
             losses, weights = train(model, cache, seed=0, **options)
         trained.append([*losses, *weights])

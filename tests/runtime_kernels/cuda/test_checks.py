@@ -119,7 +119,7 @@ def test_a_result_that_is_found_meanwhile_leaves_no_answer_unread(monkeypatch, f
     finally:
         check_child.LOG.removeFilter(found)
     assert runs(folder) == ["right", "slow"] and slow.check in kernel_states.KNOWN.checks
-    assert not any("in this process:" in line for line in caplog.messages)
+    assert not any("no other process can check" in line for line in caplog.messages)
 
 
 @pytest.mark.parametrize("how", ["trap", "wrong"])  # the child ends, and goes on
@@ -169,7 +169,7 @@ def test_a_child_that_ended_between_two_checks_is_replaced(folder, caplog) -> No
         assert checks.rejection(request("wrong", folder)).startswith(ENDS["wrong"])
     said = [record.getMessage() for record in caplog.records]
     assert sum("in a process of its own" in line for line in said) == 3
-    assert not any("in this process" in line for line in said)
+    assert not any("no other process can check" in line for line in said)
     assert runs(folder) == ["illegal", "right", "wrong"]
 
 
@@ -296,10 +296,10 @@ def test_where_no_child_can_run_it_runs_here(monkeypatch, folder) -> None:
     monkeypatch.setattr(check_child, "subprocess", subprocess)
     found, said = refused("wrong", folder)
     assert found.startswith(ENDS["wrong"]) and len(said) == 1
-    assert "no torch" in checks.CHECKER._unable.why
+    assert "no torch" in checks.CHECKER._unable
 
 
-def test_a_check_whose_thread_cannot_start_is_answered(monkeypatch, folder) -> None:
+def test_a_check_whose_thread_cannot_start_runs_here(monkeypatch, folder) -> None:
     """As under a limit of processes. The next time it may start."""
 
     def start(thread: threading.Thread) -> None:
@@ -307,10 +307,11 @@ def test_a_check_whose_thread_cannot_start_is_answered(monkeypatch, folder) -> N
 
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", start)
-        for _ in range(2):
-            found = checks.CHECKER.submit(request("right", folder)).result(1)
-            assert found.why == "no thread can be started: can't start new thread"
-    assert checks.CHECKER.submit(request("right", folder)).result(60).reason is None
+        checks.begin(request("right", folder))
+        assert checks.rejection(request("right", folder)) is None
+        assert checks.CHECKER._child is None and runs(folder) == ["right"]
+    assert checks.rejection(request("right", folder, name="right")) is None
+    assert checks.CHECKER._child is not None and runs(folder) == ["right", "right"]
 
 
 @pytest.mark.usefixtures("checked_here")
@@ -360,9 +361,9 @@ def test_each_check_is_in_the_log_before_it_runs(folder, caplog) -> None:
 def test_a_disabled_kernel_is_not_checked(folder) -> None:
     kernel_states.disable(["gemm.broken"], "option disable_kernels")
     assert refused("trap", folder) == ("disabled by option disable_kernels", [])
-    checks.begin(request("trap", folder))
-    time.sleep(0.1)
-    assert runs(folder) == []
+    with checks.awaited_together() as rejected:
+        assert checks.rejection(request("trap", folder)) == "disabled by option disable_kernels"
+    assert rejected == {} and runs(folder) == []
 
 
 def test_results_say_what_they_are_of(folder) -> None:

@@ -30,7 +30,7 @@ SIZES = st.sampled_from((1, 2, 5, 8, 15, 16, 17, 31, 33, 64, 80, 127, 128, 129, 
 @pytest.fixture
 def library(monkeypatch) -> ctypes.CDLL:
     yield serve(monkeypatch)
-    cublaslt.forget_plans()
+    cublaslt.PLANS.clear()
 
 
 def operand(rows: int, k: int, scheme: str) -> list[torch.Tensor]:
@@ -108,7 +108,7 @@ def test_memory_beyond_a_tensor_is_refused(library):
         (0, torch.zeros(4176, dtype=torch.uint8)[8:], "B is not on 16 bytes"),
     ):
         library.fake_forget()
-        cublaslt.forget_plans()
+        cublaslt.PLANS.clear()
         assert why in refused(library, product, *good[:place], worse, *good[place + 1 :])
 
 

@@ -28,7 +28,7 @@ def library(monkeypatch, tmp_path) -> ctypes.CDLL:
     monkeypatch.setattr(first_launch, "FLOPS", 1)
     forget_checks()
     yield serve(monkeypatch)
-    cublaslt.forget_plans()
+    cublaslt.PLANS.clear()
     forget_checks()
 
 
@@ -74,7 +74,7 @@ def test_the_fastest_runs_in_this_process_and_the_next(clock) -> None:
     for _ in range(2):
         multiply()
         assert running() == 2 and len(timed) == 9
-        cublaslt.forget_plans()
+        cublaslt.PLANS.clear()
     multiply(M + 1)  # of the same class
     assert running(M + 1) == 2 and len(timed) == 9
     multiply(2 * M)

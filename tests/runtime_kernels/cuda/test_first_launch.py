@@ -133,8 +133,6 @@ def marks(tmp_path) -> int:
 
 def test_there_is_a_mark_while_it_runs(tmp_path) -> None:
     """Whatever is raised that leaves the device as it was, nothing stays."""
-    with first_launch.marked(None):
-        assert marks(tmp_path) == 0
     with first_launch.marked(request(1)):
         assert marks(tmp_path) == 1
     for error in (torch.OutOfMemoryError("CUDA out of memory"), WrongError(), KeyboardInterrupt()):
@@ -184,9 +182,8 @@ def test_a_large_launch_that_crashed_or_hung_does_not_run_again(
     want, ran = results_of(model, x), []
 
     def gemm(*args):
-        first = first_launch.request("gemm", "large", CPU, 1)
-        with first_launch.marked(None if first_launch.known(first) else first):
-            ran.append(args)
+        large = 1024, 1024, 1024
+        return first_launch.launched("gemm", "large", args, large, (1,), lambda: ran.append(args))
 
     candidate("gemm", None, "large", function=gemm)
     with pytest.warns(KernelWarning) as caught:
@@ -202,22 +199,21 @@ def test_a_large_launch_that_crashed_or_hung_does_not_run_again(
 @pytest.mark.parametrize("fault", [None, "wrong", "dies"])
 @pytest.mark.parametrize("schemes", [("nvfp4_46", "nvfp4_46"), ("mxfp4_rtn", "mxfp4_rtn")])
 def test_after_a_strike_the_check_s_process_runs_the_product_first(
-    candidate, monkeypatch, fault, schemes
+    candidate, tmp_path, fault, schemes
 ) -> None:
     """On operands of the same sizes. Checks run here, so that the kernel can be replaced."""
     ran = []
 
     def gemm(*args):
-        first = first_launch.begin("gemm", "large", args, 1)
-        ran.append((args[0], first))
-
         def launch() -> torch.Tensor:
+            ran.append((args[0], marks(tmp_path)))
             if fault == "dies" and args[0] is not operands[0]:
                 raise AssertionError("no such instruction")
             out = registry.kernels("gemm")[-1].function(*args)
             return out * (1.1 if fault == "wrong" else 1)
 
-        return first_launch.launched(first, args, launch)
+        large = 1024, 1024, 1024
+        return first_launch.launched("gemm", "large", args, large, (1,), launch)
 
     a, b, _ = factors("fprop", schemes)
     operands = (*a[:3], *b[:3], None, *schemes, torch.bfloat16)
@@ -227,9 +223,9 @@ def test_after_a_strike_the_check_s_process_runs_the_product_first(
     forget_checks()
     if fault is None:
         registry.kernels("gemm")[0].function(*operands)
-        (other, first), (own, known) = ran
+        (other, marked), (own, not_marked) = ran
         assert other.shape == own.shape and own is operands[0] and not torch.equal(other, own)
-        assert first is not None and known is None and check_results.stored(asked).reason is None
+        assert (marked, not_marked) == (1, 0) and check_results.stored(asked).reason is None
         return
     with pytest.warns(KernelWarning), pytest.raises(WrongError):
         registry.kernels("gemm")[0].function(*operands)

@@ -234,7 +234,7 @@ class Library:
 
 @pytest.fixture
 def library(monkeypatch):
-    cublaslt.forget_plans()
+    cublaslt.PLANS.clear()
 
     def put(**settings):
         made = Library(**settings)
@@ -246,7 +246,7 @@ def library(monkeypatch):
         return made
 
     yield put
-    cublaslt.forget_plans()
+    cublaslt.PLANS.clear()
 
 
 def test_what_cublaslt_is_told(library):

@@ -251,9 +251,9 @@ def test_reports_of_a_gpu_say_it(gpu, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert RunReport().notes == []
-    assert len(registry.emulated()) == 2 and "emulated in BF16" in registry.emulated()[0]
+    assert len(emulated.emulations()) == 2 and "emulated in BF16" in emulated.emulations()[0]
     monkeypatch.setattr(RunReport, "rows", [Row("up", (), device="cuda")])
-    assert RunReport().notes == registry.emulated()
+    assert RunReport().notes == emulated.emulations()
 
 
 def test_a_reference_that_serves_a_gpu_is_said_once_with_the_reasons(monkeypatch, caplog) -> None:
@@ -267,7 +267,7 @@ def test_a_reference_that_serves_a_gpu_is_said_once_with_the_reasons(monkeypatch
         monkeypatch.setattr(module, "device_of", lambda args: torch.device("cuda", 0))
     monkeypatch.setitem(registry.KERNELS, "grouped_mm", [*of_cuda, reference])
     candidates = registry.KERNELS["grouped_mm"]
-    usual = registry.emulated()
+    usual = emulated.emulations()
 
     def run(args):
         KNOWN.choices.clear()
@@ -283,7 +283,7 @@ def test_a_reference_that_serves_a_gpu_is_said_once_with_the_reasons(monkeypatch
         "float16; own: no fp4"
     )
     assert [r.getMessage() for r in caplog.records] == [f"q2compile: {said}"]
-    assert registry.emulated() == [*usual, said]
+    assert emulated.emulations() == [*usual, said]
     forget_checks()
     recorded = registry.bound(
         "quantize",
@@ -291,8 +291,8 @@ def test_a_reference_that_serves_a_gpu_is_said_once_with_the_reasons(monkeypatch
         {"rowwise": True, "recorded": True},
     )
     registry._say_why_reference(registry.choose("quantize", recorded), recorded)
-    assert registry.emulated() == usual
+    assert emulated.emulations() == usual
     for state in (rejected("it trapped"), kernel_states.Reason("by him", kernel_states.DISABLED)):
         candidates[0] = dataclasses.replace(of_cuda[0], unsupported=lambda *args, w=state: w)
         run(args)
-    assert registry.emulated() == usual
+    assert emulated.emulations() == usual

@@ -122,7 +122,7 @@ def test_a_real_error_of_the_backward_pass_is_raised_in_the_main_thread(graph) -
 
 @pytest.fixture
 def recent(monkeypatch) -> None:
-    recent_launches.forget_recent_launches()
+    recent_launches._RECENT.clear()
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
 
 

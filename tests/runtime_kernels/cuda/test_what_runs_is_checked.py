@@ -60,6 +60,7 @@ def launch_emulated(monkeypatch, run) -> None:
 
 
 OF_TILES = "emulated", CPU, form(COLUMNWISE, "nvfp4_ms_eden_pow2")
+LAUNCHED = {"function": quantizers.quantize, "launching": quantizers.quantize}
 TILES = 28  # where their number is among the parameters of rotate_quantize.cu
 
 
@@ -80,7 +81,7 @@ def test_wrong_bits_in_the_second_tile_are_found(candidate, monkeypatch) -> None
     """The second tile of a thread block. With one tile for each the results are right."""
     grids: list = []
     launch_emulated(monkeypatch, first_tiles(grids))
-    candidate("quantize", None, "emulated", function=quantizers.quantize)
+    candidate("quantize", None, "emulated", **LAUNCHED)
     found = selfcheck.disagreement(*OF_TILES)
     assert found is not None and found.endswith("with several tiles for each thread block")
     assert any(blocks == tiles > 1 for blocks, tiles in grids)
@@ -89,7 +90,7 @@ def test_wrong_bits_in_the_second_tile_are_found(candidate, monkeypatch) -> None
 
 def test_right_bits_in_all_tiles_agree(candidate, monkeypatch) -> None:
     launch_emulated(monkeypatch, emulation.emulate)
-    candidate("quantize", None, "emulated", function=quantizers.quantize)
+    candidate("quantize", None, "emulated", **LAUNCHED)
     assert selfcheck.disagreement(*OF_TILES) is None
 
 
@@ -101,7 +102,7 @@ def test_training_goes_on_without_a_kernel_with_wrong_second_tiles(candidate, mo
     launch_emulated(monkeypatch, first_tiles(grids))
     request = selfcheck.request_of(*OF_TILES)
     unsupported = lambda *args: checks.rejection(request)  # noqa: E731
-    candidate("quantize", None, "emulated", function=quantizers.quantize, unsupported=unsupported)
+    candidate("quantize", None, "emulated", **LAUNCHED, unsupported=unsupported)
     with pytest.warns(KernelWarning) as caught:
         assert all(map(torch.equal, results_of(model, x), want))
     (said,) = texts(caught, KernelWarning)

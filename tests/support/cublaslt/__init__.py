@@ -68,7 +68,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
         return bytes_[first : first + count].view(dtype).as_strided(size, stride)
 
     emulation.serve(monkeypatch, "sm_100a")  # for swizzle_scales.cu
-    cublaslt.forget_plans()
+    cublaslt.PLANS.clear()
     monkeypatch.setattr(cublaslt, "library", lambda: library)
     monkeypatch.setattr(cublaslt, "handle", handle)
     monkeypatch.setattr(cublaslt, "address", allocated)
