@@ -41,18 +41,14 @@ from q2compile.runtime_kernels import checks, kernel_states
 from q2compile.runtime_kernels.choice import KERNELS, Kernel
 from q2compile.runtime_kernels.kernel_states import KNOWN
 from tests.support.browser import Browser, missing
-from tests.support.forked import leave_guards_unmeasured
+from tests.support.forked import compile_faster
 from tests.support.new_process import forget_checks, forget_dump_folders
 
 # The same examples in every run, and no deadline: CI machines are slow and shared.
 settings.register_profile("q2compile", derandomize=True, deadline=None)
 settings.load_profile("q2compile")
 
-leave_guards_unmeasured()
-
-# Compilers make millions of objects that live on. By CPython's thresholds collections, which find
-# little, take up to 12% of a test's time; by these the memory of a process grows by 2%.
-gc.set_threshold(200_000, 20, 100)
+compile_faster()
 
 # pytest hangs a handler on every logger that does not propagate, and torch takes one on this logger
 # for TORCH_TRACE: it would write down every graph of every test.

@@ -312,7 +312,7 @@ def published() -> str:
 
 def _time(recipe: str, shape: tuple[int, ...], device: Device) -> str:
     """Time over BF16's, forward and backward, with x quantized in its producer."""
-    found = predict(resolve(recipe), shape)
+    found = predict(resolve(recipe), shape, devices=(device,))
     assert found is not None
     return found.over_bf16(device).text()
 

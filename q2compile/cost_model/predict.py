@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from q2compile.cost_model.devices import DATA_SHEETS, Device, reported_devices
+from q2compile.cost_model.devices import Device, reported_devices
 from q2compile.cost_model.layer import Layer
 from q2compile.cost_model.prices import bf16_steps, recipe_steps
 from q2compile.cost_model.ranges import Range, longest, total
@@ -83,6 +83,7 @@ def predict(
     gemms: Iterable[str] = tuple(GEMMS),
     *,
     cuda_graphs: bool = False,
+    devices: tuple[Device, ...] = (),
     **layer: Any,
 ) -> Prediction | None:
     """The cost of a layer of ``shape`` (T, N, K), or (E, T, N, K) for experts.
@@ -91,12 +92,14 @@ def predict(
     without adding a guard: other sizes run in the same graph, though their prediction would differ.
     None if a symbol has no hint, or the layer has no rows.
 
-    cuda_graphs: the host does not launch.  layer: x_users, w_quantized, bias, x_fuses of a
-    `layer.Layer`.
+    cuda_graphs: the host does not launch.  devices: those to predict times for, if not the ones of
+    a report.  layer: x_users, w_quantized, bias, x_fuses of a `layer.Layer`.
     """
+    devices = devices or reported_devices()
     known = all(isinstance(n, int) for n in shape)
     work = _known if known else _predicted
-    return work(recipe, tuple(shape), tuple(gemms), cuda_graphs, tuple(sorted(layer.items())))
+    traits = tuple(sorted(layer.items()))
+    return work(recipe, tuple(shape), tuple(gemms), cuda_graphs, devices, traits)
 
 
 def _predicted(
@@ -104,6 +107,7 @@ def _predicted(
     shape: tuple[Any, ...],
     gemms: tuple[str, ...],
     cuda_graphs: bool,
+    devices: tuple[Device, ...],
     layer: tuple[tuple[str, Any], ...],
 ) -> Prediction | None:
     experts = shape[0] if len(shape) == 4 else 1
@@ -116,10 +120,10 @@ def _predicted(
     steps = recipe_steps(recipe, symbolic, gemms)
     each = {
         capability: recipe_steps(recipe, replace(concrete, capability=capability), gemms)
-        for capability in {device.capability for device in DATA_SHEETS}
+        for capability in {device.capability for device in devices}
     }
-    own = {device: each[device.capability] for device in DATA_SHEETS}
-    bf16 = dict.fromkeys(DATA_SHEETS, bf16_steps(concrete, gemms))
+    own = {device: each[device.capability] for device in devices}
+    bf16 = dict.fromkeys(devices, bf16_steps(concrete, gemms))
     at = {str(n): hint for n, hint in zip(shape[-3:], hints, strict=True) if str(n) != str(hint)}
     return Prediction(
         flops=sum(s.flops for s in steps),

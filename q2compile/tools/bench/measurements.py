@@ -264,7 +264,8 @@ def _linear(bench: Bench, recipe: str, *, bias: bool = False) -> BenchRow:
         return row
     row.beside_microseconds = times["inductor"].median
     if bench.sheet:
-        found = predict(resolve(recipe), bench.sizes.linear, x_fuses=False, bias=bias)
+        sizes, devices = bench.sizes.linear, (bench.sheet,)
+        found = predict(resolve(recipe), sizes, devices=devices, x_fuses=False, bias=bias)
         assert found is not None
         row.predicted = 1e6 * found.times(bench.sheet)[1]
     return timed(row, times["quartet2"])
@@ -310,7 +311,8 @@ def _added(sheet: Device, sizes: Block) -> Range:
     """Seconds that a block's linears take more than BF16's, on the GPU or on the host."""
     found: list[Prediction] = []
     for n, k, users, fuses in sizes.linears:
-        one = predict(resolve(RECIPE), (sizes.tokens, n, k), x_users=users, x_fuses=fuses)
+        shape = sizes.tokens, n, k
+        one = predict(resolve(RECIPE), shape, devices=(sheet,), x_users=users, x_fuses=fuses)
         assert one is not None
         found.append(one)
     column = sheet.column

@@ -410,6 +410,7 @@ def test_which_gpu_decides(monkeypatch, recipe, gpu, recipes):
 
 
 def test_auto_takes_fp8_where_it_is_faster(monkeypatch):
+    monkeypatch.setattr(devices, "present_device", lambda: devices.H100)
     monkeypatch.setattr(decide, "deciding_device", lambda **_: devices.H100)
     rows = rows_of(net(), tokens(), recipe="nvfp4", policy={"*": "auto"})
     assert [(r.recipe, r.fprop, r.taken) for r in rows[1:]] == [
