@@ -316,32 +316,7 @@ Q2_INLINE u32 to_e4m3x4(float x0, float x1, float x2, float x3) {
 }
 #endif
 
-#if Q2_HW_FP4 && Q2_SOFTWARE_FP4
-// The functions below without their instructions: for tests of the branch Q2_HW_FP4 on a GPU that lacks
-// them (tests/runtime_kernels/cuda/test_blackwell_branch.py). By comparing with the middles of the grid;
-// a tie goes to the even code; NaN becomes 6, as in the instruction.
-Q2_INLINE u32 to_e2m1x8(const float (&x)[8]) {
-  u32 codes = 0;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    float a = fminf(fabsf(x[i]), 6.0f);
-    u32 code = (a > 0.25f) + (a >= 0.75f) + (a > 1.25f) + (a >= 1.75f) + (a > 2.5f) + (a >= 3.5f) +
-               (a > 5.0f);
-    u32 sign = x[i] == x[i] ? __float_as_uint(x[i]) >> 28 & 8 : 0;
-    codes |= (code | sign) << (4 * i);
-  }
-  return codes;
-}
-Q2_INLINE u32 e2m1_to_f16(u32 code) {
-  u32 m = code & 7, sign = (code & 8) << 12;
-  return sign | (m < 2 ? m * 0x3800u : (m + 28) << 9);
-}
-Q2_INLINE void from_e2m1x8(u32 codes, u32 (&words)[4]) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i)
-    words[i] = e2m1_to_f16(codes >> (8 * i)) | e2m1_to_f16(codes >> (8 * i + 4)) << 16;
-}
-#elif Q2_HW_FP4
+#if Q2_HW_FP4
 // Eight floats to eight e2m1 codes (nearest even, saturating, the sign of zero kept), the first in
 // the lowest nibble.
 Q2_INLINE u32 to_e2m1x8(const float (&x)[8]) {
