@@ -12,7 +12,7 @@ typedef unsigned long long u64;
 #define Q2_INLINE __device__ __forceinline__
 
 // Two values that go through the same arithmetic. sm_100 has one instruction for both (FADD2,
-// FMUL2, FFMA2: kPairs); the others two.
+// FMUL2, FFMA2); the others two.
 struct Pair {
   float a, b;
 };
@@ -20,12 +20,6 @@ struct Pair {
 Q2_INLINE Pair both(float x) {
   return {x, x};
 }
-
-#if __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200
-constexpr bool kPairs = true;
-#else
-constexpr bool kPairs = false;
-#endif
 
 #if __CUDA_ARCH__ >= 1000
 Q2_INLINE u64 packed(Pair x) {
@@ -88,7 +82,7 @@ __constant__ Pair one_and_minus_one = {1.0f, -1.0f};
 // The sum and the difference of the two: one instruction on sm_100.
 Q2_INLINE Pair sum_and_difference(Pair x) {
 #if __CUDA_ARCH__ >= 1000
-  return fma(both(x.b), kPairs ? one_and_minus_one : Pair{1.0f, -1.0f}, both(x.a));
+  return fma(both(x.b), one_and_minus_one, both(x.a));
 #else
   return {x.a + x.b, x.a - x.b};
 #endif
@@ -274,20 +268,6 @@ Q2_INLINE void load_transposed(const u8* shared, u32 (&x)[4]) {
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
                : "r"((u32)__cvta_generic_to_shared(shared))
                : "memory");
-}
-
-// Adds to a warp's 16x8 numbers the product of 16x16 and 16x8 f16, which lanes have as the PTX manual
-// says of mma.m16n8k16: z[0] two neighbors of row lane / 4, z[1] of the row 8 below.
-Q2_INLINE void multiply_f16(const u32 (&x)[4], u32 y0, u32 y1, Pair (&z)[2]) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, "
-      "%9}, {%0, %1, %2, %3};"
-      : "+f"(z[0].a), "+f"(z[0].b), "+f"(z[1].a), "+f"(z[1].b)
-      : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(y0), "r"(y1));
-}
-
-// The larger of two halves each, unsigned.
-Q2_INLINE u32 max_u16x2(u32 x, u32 y) {
-  return __vmaxu2(x, y);
 }
 
 Q2_INLINE u32 to_f16x2(float low, float high) {
