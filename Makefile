@@ -49,7 +49,7 @@ QUICK := $(addprefix tests/,test_house.py test_names.py q2compile/test_config.py
     q2compile/linear/test_dense.py q2compile/report/test_dump_report.py \
     lowering/test_launch_counts.py q2compile/passes/test_group_launches.py \
     runtime_kernels/numerics runtime_kernels/ops end_to_end/test_guide_pages.py \
-    runtime_kernels/cuda/test_tensor_cores.py runtime_kernels/cuda/test_calls.py \
+    runtime_kernels/cuda/test_calls.py \
     runtime_kernels/cuda/test_rounded_emulated.py)
 
 .PHONY: demo install test quick test-torch test-internals test-integrations lint format docs release clean

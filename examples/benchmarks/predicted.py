@@ -326,11 +326,10 @@ and the rows of `results/` that were measured on an H200. The aims are {kernels:
 
 ## Kernels
 
-The shares of issue slots and bandwidth, the constant part of a launch
-(`q2compile/cost_model/devices.py`) and the issue slots of a tensor-core instruction
-(`instructions.py`) were fitted to these rows; the rest is bytes and machine code. The middles of
-{count} ranges are {least:.2f} to {most:.2f} of the measured times, which are older than the kernels
-([the log](KERNEL_LOG.md#fewer-instructions)). Dequantized columns limit `requantize_bf16`.
+The shares of issue slots and bandwidth and the constant part of a launch
+(`q2compile/cost_model/devices.py`) were fitted to these rows; the rest is bytes and machine code.
+The middles of {count} ranges are {least:.2f} to {most:.2f} of the measured times, which are older
+than the kernels ([the log](KERNEL_LOG.md#fewer-instructions)).
 
 {kernel_table}
 

@@ -11,7 +11,6 @@ import subprocess
 import tempfile
 from collections import Counter
 from dataclasses import dataclass
-from itertools import pairwise
 
 _LABEL = re.compile(r"(\.L_x_\d+):")
 _INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
@@ -22,34 +21,23 @@ _TARGET = re.compile(r"`\((\.L_x_\d+)\)")
 class Code:
     """names: instructions in order, with their modifiers, like F2FP.SATFINITE.E2M1.F32.PACK_AB;
     loops: first and last index of each, outer and inner;
-    starts: indices at which a straight run of instructions begins;
-    jumps: index of a branch forward -> where it goes;
     descriptors: uniform registers that memory accesses take their descriptors from."""
 
     names: tuple[str, ...]
     loops: tuple[tuple[int, int], ...]
-    starts: tuple[int, ...]
-    jumps: dict[int, int]
     descriptors: frozenset[int]
 
     def count(self, prefix: str) -> int:
         """How many instructions have a name that begins with this."""
         return sum(name.startswith(prefix) for name in self.names)
 
-    def hot_loop(self, rare: tuple[str, ...] = ()) -> Counter:
-        """Instructions of the longest loop, without the loops inside it (edges of a matrix), and
-        without the straight runs that hold an instruction whose name begins with one of `rare`, and
-        what the branch before such a run skips with it."""
+    def hot_loop(self) -> Counter:
+        """Instructions of the longest loop, without the loops inside it (edges of a matrix)."""
         first, last = max(self.loops, key=lambda loop: loop[1] - loop[0])
         inside = set(range(first, last + 1))
-        starts = [start for start in self.starts if first < start <= last]
         for start, end in self.loops:
             if first < start and end < last:
                 inside -= set(range(start, end + 1))
-        for start, end in pairwise((first, *starts, last + 1)):
-            if any(name.startswith(rare) for name in self.names[start:end]):
-                skipped = self.jumps.get(start - 1, end) if start > first else end
-                inside -= set(range(start, max(end, skipped)))
         return Counter(self.names[i].partition(".")[0] for i in inside)
 
 
@@ -77,10 +65,8 @@ def disassemble(cubin: bytes) -> Code:
             names.append(instruction[1])
     # A NOP behind the last instruction is padding, and the branch before it goes to itself.
     loops = [(labels[to], at) for at, to in branches if labels.get(to, at) < at]
-    jumps = {at: labels[to] for at, to in branches if labels.get(to, at) > at}
     descriptors = frozenset(int(r) for r in re.findall(r"desc\[UR(\d+)\]", text))
-    starts = {0, *labels.values(), *(at + 1 for at, _ in branches)}
-    return Code(tuple(names), tuple(loops), tuple(sorted(starts)), jumps, descriptors)
+    return Code(tuple(names), tuple(loops), descriptors)
 
 
 def _nvdisasm() -> str:

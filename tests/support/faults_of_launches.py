@@ -98,9 +98,9 @@ OF_LAUNCHES = (
     ),
     fault(
         "column sums are added up before all tiles have theirs",
-        f"{_CUDA}/csrc/finalize_dequantized.cu",
-        "    await_previous_kernel();\n    add_up",
-        "    add_up",
+        f"{_CUDA}/csrc/include/scales.cuh",
+        "  await_previous_kernel();\n  add_up",
+        "  add_up",
         _ORDER,
     ),
     fault(

@@ -78,9 +78,6 @@ BF16, FP16, FP32 = (SOURCES[d] for d in (torch.bfloat16, torch.float16, torch.fl
 NVFP4, MXFP4 = SOURCES["nvfp4"], SOURCES["mxfp4"]
 ROW, COL, BOTH = (True, False), (False, True), (True, True)
 EDEN, SR = "nvfp4_ms_eden_pow2", "nvfp4_sr_pow2"
-# Straight runs that hold this are rarely taken: elements in the reference's order, where tensor
-# cores might not be exact.
-RARE = ("LDS.U16",)
 
 
 def rotate(
@@ -280,7 +277,7 @@ def spills(code: disassemble.Code) -> int:
 
 def instructions(code: disassemble.Code) -> float:
     """Per element, of the loop over tiles; a thread has 64 elements in one pass of it."""
-    return round(sum(code.hot_loop(RARE).values()) / 64, 2)
+    return round(sum(code.hot_loop().values()) / 64, 2)
 
 
 def cubin_hash(launch: Launch, architecture: str) -> str:

@@ -30,18 +30,6 @@
 // Q2_SUMS: makes dbias as well (sums.cuh).
 
 #include "scales.cuh"
-#if Q2_SUMS
-#include "sums.cuh"
-#endif
-
-struct Params {
-  Operand operands[kMaxOperands];
-#if Q2_SUMS
-  Sums sums[kMaxSums];
-  int sum_count;  // of them; their thread blocks come before those of the operands
-#endif
-};
-static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout in align_scales.py");
 
 // Four scales of consecutive blocks as four bytes.
 Q2_INLINE u32 stochastic_e4m3x4(const float (&x)[4], uint4 random_bits) {
@@ -183,16 +171,8 @@ Q2_INLINE void make_eight(const Operand& operand, const Octet& octet, float fact
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     align_scales(const __grid_constant__ Params p) {
-#if Q2_SUMS
-  if (blockIdx.y < p.sum_count) {
-    await_previous_kernel();
-    add_up<kThreads>(p.sums[blockIdx.y]);
-    return;
-  }
-  const Operand& operand = p.operands[blockIdx.y - p.sum_count];
-#else
-  const Operand& operand = p.operands[blockIdx.y];
-#endif
+  if (adds_up(p)) return;
+  const Operand& operand = operand_of(p);
   Octet octet = octet_at(operand, blockIdx.x * (long long)kThreads + threadIdx.x);
   [[maybe_unused]] uint4 random_bits[2];
   if constexpr (Q2_STOCHASTIC) draw(operand, octet, random_bits);

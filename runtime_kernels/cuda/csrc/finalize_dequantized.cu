@@ -14,18 +14,6 @@
 // Bytes, if any block has to be fixed up: 4 read for each block, 32 read and written for those blocks.
 
 #include "scales.cuh"
-#if Q2_SUMS
-#include "sums.cuh"
-#endif
-
-struct Params {
-  Operand operands[kMaxOperands];  // whose `scales` point to the dequantized elements
-#if Q2_SUMS
-  Sums sums[kMaxSums];
-  int sum_count;  // of them; their thread blocks come before those of the operands
-#endif
-};
-static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout in align_scales.py");
 
 // The scale of a block to be rescaled: the one its elements were multiplied by, and the right one, both
 // without g.
@@ -66,16 +54,8 @@ Q2_INLINE void fix_up(const Operand& operand, long long block, int half, float r
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     finalize_dequantized(const __grid_constant__ Params p) {
-#if Q2_SUMS
-  if (blockIdx.y < p.sum_count) {
-    await_previous_kernel();
-    add_up<kThreads>(p.sums[blockIdx.y]);
-    return;
-  }
-  const Operand& operand = p.operands[blockIdx.y - p.sum_count];
-#else
-  const Operand& operand = p.operands[blockIdx.y];
-#endif
+  if (adds_up(p)) return;
+  const Operand& operand = operand_of(p);
   await_previous_kernel();
   float factor = factor_of(operand), global_scale = global_scale_of(operand, factor);
   bool poisoned = !(global_scale > 0.0f);

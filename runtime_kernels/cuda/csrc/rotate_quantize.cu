@@ -32,8 +32,7 @@
 // room for two (Q2_STAGES), the next tile is copied while this one is quantized.
 //
 // Registers. A thread holds 64 elements, four whole blocks of 16: half a row or half a column of a tile
-// (lines.cuh), or, where tensor cores rotate, a quarter of each of two columns (tensor_cores.cuh). Blocks
-// are worked on in pairs. Bits 0 to 3 of an element's index in a chunk of 128 count within a block, so
+// (lines.cuh). Blocks are worked on in pairs. Bits 0 to 3 of an element's index in a chunk of 128 count within a block, so
 // butterflies of h = 1, 2, 4, 8 stay in registers, as do those of 16 and 64; h = 32 goes between two
 // lanes. In chunks of 128 those of 32 stay, and for 64 lanes swap half of their elements (kSwaps).
 //
@@ -47,7 +46,6 @@
 #include "round_to_scales.cuh"
 #include "stores.cuh"
 #include "tail.cuh"
-#include "tensor_cores.cuh"
 #include "dequantized.cuh"
 
 extern __shared__ __align__(16) u8 shared_tiles[];
@@ -55,22 +53,16 @@ extern __shared__ __align__(16) u8 shared_tiles[];
 // -------------------------------------------------------------------------------------------------
 // Rotation and quantization of the elements of one thread
 
-Q2_INLINE Pair larger(Pair x, Pair y) {
-  return {max_or_nan(x.a, y.a), max_or_nan(x.b, y.b)};
-}
-
 // The larger of two non-negative floats, as bits; NaN is ignored.
 Q2_INLINE u32 larger_bits(u32 x, float y) {
   return __float_as_uint(fmaxf(__uint_as_float(x), y));
 }
 
-// first: index of the first Philox block of random bits, for each member of group 0; step: from there to
-// group 1. kQuarters: a block of 32 lies in two lanes, else in both groups of one. x becomes what the
-// codes stand for, in kUnit.
-template <bool kColumns, bool kQuarters = false>
-Q2_INLINE void round_groups(Pair (&x)[2][16], const Common& common, const Output& out, u32 first_a,
-                            u32 first_b, int step, Results& results, Extent& extent,
-                            [[maybe_unused]] float share = 1.0f) {
+// first: index of the first Philox block of random bits. share: of groups.cuh. x becomes what the codes
+// stand for, in kUnit.
+template <bool kColumns>
+Q2_INLINE void round_groups(Pair (&x)[2][16], const Common& common, const Output& out, u32 first,
+                            Results& results, Extent& extent, [[maybe_unused]] float share) {
   if constexpr (kRule == MS_EDEN) {
 #pragma unroll
     for (int group = 0; group < 2; ++group) {
@@ -81,12 +73,8 @@ Q2_INLINE void round_groups(Pair (&x)[2][16], const Common& common, const Output
     }
   } else {
     Pair most[2] = {largest_of_block(x[0]), largest_of_block(x[1])};
-    if constexpr (kRule == MX && kQuarters) {
-#pragma unroll
-      for (Pair& m : most) m = larger(m, from_lane(m, 1));
-    } else if constexpr (kRule == MX) {
-      most[0] = most[1] = larger(most[0], most[1]);
-    }
+    if constexpr (kRule == MX)  // a block of 32 lies in both groups
+      most[0] = most[1] = {max_or_nan(most[0].a, most[1].a), max_or_nan(most[0].b, most[1].b)};
     if constexpr (kRule == AMAX) {
 #pragma unroll
       for (Pair m : most) {
@@ -100,9 +88,10 @@ Q2_INLINE void round_groups(Pair (&x)[2][16], const Common& common, const Output
       results.stored[0][0] = stored.x, results.stored[0][1] = stored.y;
       return;
     }
+    constexpr int kGroup = kSwaps ? 8 : 2, kMember = kSwaps ? 2 : 8;  // Philox blocks to the next
 #pragma unroll
     for (int group = 0; group < 2; ++group) {
-      u32 at[2] = {first_a + group * step, first_b + group * step};
+      u32 at[2] = {first + group * kGroup, first + group * kGroup + kMember};
       uint2 stored = round_blocks(x[group], most[group], common, out, at, results.codes[group]);
       results.stored[group][0] = stored.x, results.stored[group][1] = stored.y;
     }
@@ -195,24 +184,6 @@ Q2_INLINE void store_dequantized(const Output& out, Tile tile, const Rows& rows,
   else staged.store_rows(rows, first, block);
 }
 
-// store_dequantized for the results of quantize_by_products, which are along two columns.
-Q2_INLINE void store_dequantized_products(const Output& out, Tile tile, int first, int second,
-                                          const Pair (&x)[2][16], const Results& made,
-                                          const Common& common) {
-  auto [pair, quarter] = lane_of_products();
-  int warp = threadIdx.x / 32, block = tile.row / kBlock;
-  Staged staged(shared_tiles, out, common);
-  u32 random_bits[2][2] = {};
-  if constexpr (kRule == MS_EDEN) random_bits_of_products(staged, first, second, block, random_bits);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    int group = i / 2, column = i % 2;
-    u32 at = staged.place(pair + 8 * column, 32 * quarter);
-    staged.put(at, 8 * group, x[group], column, made.stored[group][column], random_bits[group][column]);
-  }
-  staged.store_cols(tile.col + kStagedRows * warp, block);
-}
-
 // A line is a row or a column of a tile, in two lanes (lines.cuh). at: where the tile lies in shared_tiles.
 template <bool kColumns>
 Q2_INLINE void quantize_lines(const Params& p, const Output& out, const Masks& masks, Tile tile,
@@ -227,58 +198,11 @@ Q2_INLINE void quantize_lines(const Params& p, const Output& out, const Masks& m
   int block = (u32)(kColumns ? tile.row : tile.col) / kBlock;
   u32 random = random_at(out, row, block + 2 * (threadIdx.x % 2));
   Results made;
-  round_groups<kColumns>(x, common, out, random, random + (kSwaps ? 2 : 8), kSwaps ? 8 : 2, made, extent,
-                         kColumns ? share_of(rows) : 1.0f);
+  round_groups<kColumns>(x, common, out, random, made, extent, kColumns ? share_of(rows) : 1.0f);
   if constexpr (kRule == AMAX) return;
   if constexpr (kSwaps) exchange_members(x, made);
   if constexpr (kDequantized) store_dequantized<kColumns>(out, tile, rows, row, x, made, common);
   if constexpr (kCodes || kRawScales) store_line<kColumns>(p, out, row, block, made);
-}
-
-// Columnwise, rotated by tensor cores: 16 columns for each warp, four lanes for each pair of columns. A
-// lane has 16 rows from 16 * quarter and 16 rows 64 below: groups. Pairs: two columns, or kNeighbors.
-Q2_INLINE void quantize_by_products(const Params& p, const Output& out, Tile tile, const Rows& rows,
-                                    const u8* shared, u32 iteration, Places places,
-                                    const Common& common, Extent& extent) {
-  auto [pair, quarter] = lane_of_products();
-  Pair x[2][16];
-  rotated_by_products(shared, places.matrices(), x);
-  // The vote tells the compiler that lanes agree: without it some variants spill registers.
-  if (!__all_sync(~0u, sums_are_exact(iteration))) {
-    rotated_in_order(shared, places, x);
-    if constexpr (kNeighbors) pair_neighbors(x[0]), pair_neighbors(x[1]);
-  }
-  int col = tile.col + threadIdx.x / 32 * 16;
-  int first = col + column_at(pair), second = col + column_at(pair + 8);
-  int block = tile.row / kBlock + quarter;
-  Results made;
-  round_groups<true, true>(x, common, out, random_at(out, first, block),
-                           random_at(out, second, block), 8, made, extent, share_of(rows));
-  if constexpr (kRule == AMAX) return;
-  if constexpr (kDequantized) store_dequantized_products(out, tile, first, second, x, made, common);
-  if constexpr (kDequantized && !kRawScales) return;
-#pragma unroll
-  for (int column = 0; column < 2; ++column) {
-    Target target = target_at(out, column ? second : first, tile.row / kBlock);
-    if constexpr (kInterleaved) {
-      if (target.left <= 0) continue;
-#pragma unroll
-      for (int group = 0; group < 2 && kCodes; ++group)
-        *(uint2*)(target.codes + (quarter + 4 * group) * 8) = {made.codes[group][column][0],
-                                                               made.codes[group][column][1]};
-      ((uint2*)target.scales)[quarter] = {made.stored[0][column], made.stored[1][column]};
-    } else {
-      store(target, quarter, made.codes[0][column], made.stored[0][column]);
-      store(target, quarter + 4, made.codes[1][column], made.stored[1][column]);
-    }
-    if constexpr (kSwizzled) {
-#pragma unroll
-      for (int group = 0; group < 2; ++group)
-        if (kRule == EXACT || quarter % 2 == 0)
-          store_swizzled<u8>(out, column ? second : first, block + 4 * group,
-                             made.stored[group][column]);
-    }
-  }
 }
 
 // Values that all blocks of one output share. EXACT: thread block 0 writes the global scale.
@@ -322,7 +246,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
   if (kRows) rows = common_of(p, p.of[0].rowwise, Q2_ROTATES_ROWS ? p.norm : 1.0f);
   if (kCols) cols = common_of(p, p.of[0].columnwise, p.norm);
   make_factors(p);
-  if (kSharesSeed && threadIdx.x == 0) shared_seed = *p.of[0].columnwise.seed;
   if (kScaled) __syncthreads();  // before the masks are read, and what was looked up
   // One barrier a tile: who has passed it has done with the tile before, whose place the next takes.
   for (int stage = 0; index < p.tiles; index += step, tile = next, ++iteration) {
@@ -333,8 +256,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
     if (kStages == 2) stage ^= 1;
     look_up(p, walk.after(next), iteration + 2);
     if (kPacked) expand_codes(share, current, places);
-    if constexpr (kTensorCores && kPacked) note_scales(share, iteration);
-    if constexpr (kTensorCores && kRounded) note_scales(scales, iteration);
     if (more && kPacked) fetch_codes(p, next, rows_now(p, next, iteration + 1), share);
     if (!kPacked) await_copies();
     round_tile(scales, current, places);
@@ -352,8 +273,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
       if (kRows)
         quantize_lines<false>(p, of.rowwise, masks[i], tile, held, at_tile, places, rows, extents.rowwise);
       if (kGrouped && held.tail) store_zeros_columnwise(of.columnwise, tile, cols);
-      else if constexpr (kCols && kTensorCores)
-        quantize_by_products(p, of.columnwise, tile, held, current, iteration, places, cols, extents.columnwise);
       else if constexpr (kCols)
         quantize_lines<true>(p, of.columnwise, masks[i], tile, held, at_tile, places, cols,
                              extents.columnwise);

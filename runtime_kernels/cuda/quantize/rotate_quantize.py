@@ -57,7 +57,6 @@ _MASKS = 8 * TILE  # of a thread block with a second operand, besides
 _BESIDES = 1024 + 864  # of a thread block: reserved by CUDA, and static variables
 _FOR_ROWS, _FOR_GROUPS = 240, 64  # of those, what is needed rowwise, and for groups
 _FACTORS = 8 * 256  # for a source that is rounded to scales, besides (round_to_scales.cuh)
-_SEEN = 2 * 4 * 16 + 8  # for rotations by tensor cores, besides (tensor_cores.cuh), and a seed
 # Parameter structs, in the notation of Python's struct module.
 _OUTPUT = "PPPPPPiiIi"
 _SOURCE, _WALK = "PPP", "qiiiiiif"
@@ -159,9 +158,7 @@ def rotate_launch(kernel: RotatingKernel, amax: bool = False, overlaps: bool = F
     staged = _staged_bytes(dequantized, threads)
     besides = staged + dbias * _SIGNS - (not rowwise) * _FOR_ROWS - (not grouped) * _FOR_GROUPS
     rounded = source in (ROUNDED, ROUNDED_SWIZZLED)
-    scaled = rounded or source in (SOURCES["nvfp4"], SOURCES["nvfp4" + SWIZZLED])
-    multiplied = scaled and rotation.size > 1 and not stochastic
-    besides += rounded * _FACTORS + multiplied * _SEEN
+    besides += rounded * _FACTORS
     one = source == _FP32 or operands > 1
     stages = 1 if one else stages_in(room, blocks_per_multiprocessor, tile, besides)
     return _rotate_launch(

@@ -24,7 +24,7 @@ from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, get_scheme
 from q2compile.runtime_kernels.ops.table import QuantizerCall
 from tests.support import ptx
 from tests.support import quantizer_calls as calls
-from tests.support.blackwell_branch import SOFTWARE_FP4, blackwell_branch
+from tests.support.blackwell_branch import blackwell_branch, with_software_fp4
 from tests.support.emulation.on_cpu import assert_same_bits, matrix, pretend_device
 
 q2 = torch.ops.q2
@@ -152,7 +152,7 @@ def test_the_branch_is_the_one_that_runs(monkeypatch, with_fp8) -> None:
     with blackwell_branch():
         launched(calls.plain(matrix(40, 48).cuda(), None, None, FORWARD))
     assert len(compiled) == 2
-    assert all("-DQ2_SOFTWARE_FP4=1" in options for options in compiled)
+    assert all("-DQ2_HW_FP4=1" in options for options in compiled)
 
 
 @pytest.mark.parametrize("scheme", [FORWARD, EDEN + SWIZZLED])
@@ -161,7 +161,7 @@ def test_software_for_the_conversions(scheme, monkeypatch) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings", exc_type=ImportError)
     ptx.serve(monkeypatch, "sm_90a")
     pretend_device(monkeypatch, room=228 * 1024)
-    monkeypatch.setattr(nvrtc, "conversions", lambda architecture: SOFTWARE_FP4)
+    with_software_fp4(monkeypatch)
     x = matrix(140, 136)
     ptx.compiled.cache_clear()
     try:

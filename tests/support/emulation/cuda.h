@@ -138,11 +138,3 @@ inline unsigned __reduce_max_sync(unsigned, unsigned x) {
   for (int i = 0; i < 32; ++i) x = max(x, lanes[i]);
   return x;
 }
-inline bool __all_sync(unsigned, bool x) {
-  const unsigned* lanes = exchange(x) + threadIdx.x / 32 * 32;
-  for (int i = 0; i < 32; ++i) x = x && lanes[i];
-  return x;
-}
-inline unsigned __vmaxu2(unsigned x, unsigned y) {
-  return max(x >> 16, y >> 16) << 16 | max(x & 0xFFFF, y & 0xFFFF);
-}

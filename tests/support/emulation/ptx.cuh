@@ -13,7 +13,6 @@ typedef unsigned long long u64;
 struct Pair {
   float a, b;
 };
-constexpr bool kPairs = Q2_HW_FP4;
 
 Q2_INLINE Pair both(float x) {
   return {x, x};
@@ -139,28 +138,6 @@ Q2_INLINE void load_transposed(const u8* shared, u32 (&x)[4]) {
     x[i] = element(lane % 4 * 2) | element(lane % 4 * 2 + 1) << 16;
   }
   __syncwarp();
-}
-// By the layouts of the PTX manual. In an order of its own, and exact: fp32 has no say in it before the
-// end.
-Q2_INLINE void multiply_f16(const u32 (&x)[4], u32 y0, u32 y1, Pair (&z)[2]) {
-  unsigned warp = threadIdx.x / 32 * 32, lane = threadIdx.x % 32;
-  auto eight = [&](u32 word, unsigned first, float* to) {
-    const unsigned* words = exchange(word) + warp + first;
-    for (int k = 0; k < 8; ++k) to[k] = from_f16(words[k / 2] >> 16 * (k % 2) & 0xFFFF);
-  };
-  float rows[2][16], columns[2][16];
-  for (int i = 0; i < 4; ++i) eight(x[i], lane / 4 * 4, rows[i % 2] + i / 2 * 8);
-  for (int i = 0; i < 4; ++i) eight(i / 2 ? y1 : y0, lane % 4 * 8 + i % 2 * 4, columns[i % 2] + i / 2 * 8);
-  auto sum = [&](int row, int column, float start) {
-    double total = start;
-    for (int k = 15; k >= 0; --k) total += (double)rows[row][k] * columns[column][k];
-    return (float)total;
-  };
-  z[0] = {sum(0, 0, z[0].a), sum(0, 1, z[0].b)};
-  z[1] = {sum(1, 0, z[1].a), sum(1, 1, z[1].b)};
-}
-Q2_INLINE u32 max_u16x2(u32 x, u32 y) {
-  return __vmaxu2(x, y);
 }
 Q2_INLINE u32 to_bf16(float x) {
   u32 bits = __float_as_uint(x);

@@ -2,8 +2,8 @@
 """Instructions for which lanes wait on others, and asynchronous copies.
 
 By the PTX ISA manual 9.0, chapter "Instruction Set": Parallel Synchronization and Communication
-Instructions (bar, redux.sync, vote.sync), Data Movement and Conversion Instructions (shfl.sync,
-cp.async), Warp Level Matrix Multiply-Accumulate Instructions (ldmatrix, mma).
+Instructions (bar, redux.sync), Data Movement and Conversion Instructions (shfl.sync,
+cp.async), Warp Level Matrix Multiply-Accumulate Instructions (ldmatrix).
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tests.support.ptx.floats import f16_of, sum_to_odd, to_f32
 from tests.support.ptx.instructions import TYPES, U16, U32
 from tests.support.ptx.memory import POISON
 
@@ -124,17 +123,6 @@ TOGETHER["redux.sync.max.s32"] = _reduction("s32", np.max)
 TOGETHER["redux.sync.add.s32"] = _reduction("s32", np.sum)
 
 
-@_together("vote.sync.all.pred")
-def _all(machine: Machine, operands: tuple[str, ...]) -> tuple:
-    to, value, members = operands
-    read, write = machine.source(value, "pred"), machine.target(to)
-
-    def run(mask: np.ndarray | None) -> None:
-        write(np.repeat(read().reshape(-1, 32).all(1), 32), mask)
-
-    return _whole_warps(machine, members), run
-
-
 def _vector(text: str) -> list[str]:
     return [o.strip() for o in text.strip("{}").split(",")]
 
@@ -156,38 +144,6 @@ def _load_matrices(machine: Machine, operands: tuple[str, ...]) -> tuple:
             whole = np.zeros(machine.lanes, U32)
             whole[lanes] = (two[0] | two[1] << U32(16)).ravel()
             write(whole, mask)
-
-    return _whole_warps(machine, "-1"), run
-
-
-@_together("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32")
-def _multiply(machine: Machine, operands: tuple[str, ...]) -> tuple:
-    """d = a b + c. Lane l has of a rows l / 4 and 8 more, columns 2 (l % 4) and the next, then the
-    same of columns 8 more; of b rows 2 (l % 4) and the next, then 8 more, of column l / 4; of c and
-    d rows l / 4 and 8 more, columns 2 (l % 4) and the next. The order of the sum is the machine's:
-    what is not exact is cut toward zero here."""
-    d, a, b, c = map(_vector, operands)
-    read_a, read_b = ([machine.source(o, "b32") for o in of] for of in (a, b))
-    read_c, writes = [machine.source(o, "f32") for o in c], [machine.target(o) for o in d]
-    lane = np.arange(32)
-    row, pair = lane // 4, 2 * (lane % 4)
-
-    def halves(words: np.ndarray) -> np.ndarray:
-        """float64 [warps, lanes, 2]."""
-        return f16_of(np.ascontiguousarray(words).view(U16)).reshape(-1, 32, 2)
-
-    def run(mask: np.ndarray | None) -> None:
-        warps = machine.lanes // 32
-        x, y = np.zeros((warps, 16, 16)), np.zeros((warps, 16, 8))
-        for half in range(2):
-            for i, read in enumerate(read_a):
-                x[:, row + i % 2 * 8, pair + half + i // 2 * 8] = halves(read())[:, :, half]
-            for i, read in enumerate(read_b):
-                y[:, pair + half + i * 8, row] = halves(read())[:, :, half]
-        product = x @ y
-        for i, (read, write) in enumerate(zip(read_c, writes, strict=True)):
-            own = product[:, row + 8 * (i // 2), pair + i % 2].ravel()
-            write(to_f32(sum_to_odd(own, read().astype(np.float64)), toward_zero=True), mask)
 
     return _whole_warps(machine, "-1"), run
 

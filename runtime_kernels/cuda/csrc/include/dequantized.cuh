@@ -9,9 +9,8 @@
 //
 // A lane holds blocks of 16, and stores to memory should fill whole lines. So a warp first writes its
 // 16 rows of 128 elements into shared memory. Rows j and j + 8 lie side by side, and each such pair has
-// 16 bytes of padding. Then eight lanes have no bank conflict, in either of two patterns: four rows, in
-// pieces of 16 bytes, 4 pieces apart; or one piece of each of eight rows (tensor cores). Addresses differ
-// by constants.
+// 16 bytes of padding. Then eight lanes, which write four rows in pieces of 16 bytes, 4 pieces apart, have
+// no bank conflict. Addresses differ by constants.
 #pragma once
 #include "rounding.cuh"
 
@@ -20,11 +19,10 @@ constexpr int kStagedRowBytes = 256;
 constexpr int kStagedPitch = 2 * kStagedRowBytes + 16;  // of two rows
 constexpr int kStagedBytes = kStagedRows / 2 * kStagedPitch - 16;  // of a warp
 
-// Row j of those is this one of 16 of the result. Columnwise it is that of lane 2 j (column_of_lane), or lies
-// by place where tensor cores rotate.
+// Row j of those is this one of 16 of the result. Columnwise it is that of lane 2 j (column_of_lane).
 template <bool kColumns>
 constexpr Q2_INLINE int row_of_staged(int j) {
-  return kColumns ? column_at(kTensorCores ? j : j / 2 + j % 2 * 8) : j;
+  return kColumns ? column_at(j / 2 + j % 2 * 8) : j;
 }
 
 // The factor of a block's codes. MS_EDEN: the scale is rounded with random bits of its own.
@@ -120,44 +118,22 @@ struct Staged {
   }
 };
 
-// The seed of the random bits of codes that are requantized: of a tile that tensor cores rotate the way
-// to its random bits is so short that one in memory would be waited for.
-constexpr bool kSharesSeed = kScaled && kRule == MS_EDEN && kDequantized;
-__shared__ u64 shared_seed;
-
-// Draws a Philox block. Returns where it lies, those of the other lanes before and after it.
-Q2_INLINE const u8* exchanged_random_bits(const Staged& staged, u64 index) {
-  uint4 drawn[1];
-  const Output& out = staged.out;
-  philox(kSharesSeed ? shared_seed : *out.seed, index, out.rng_offset, RANDOM_BITS, drawn);
-  uint4* at = (uint4*)(staged.shared + staged.base) + threadIdx.x % 32;
-  *at = drawn[0];
-  __syncwarp();
-  return (const u8*)at;
-}
-
 // Random bits of the scales of the four blocks that one lane has of a line, [group][half]: the lanes of a
 // line make a Philox block each, and hand them on through the warp's shared memory.
 Q2_INLINE void random_bits_of_line(const Staged& staged, int row, int block, u32 (&random_bits)[2][2]) {
+  uint4 drawn[1];
+  const Output& out = staged.out;
   int lane_of_row = threadIdx.x % 2;
-  u64 index = ((u64)row * staged.out.blocks + block) / 4 + lane_of_row;
-  const u8* drawn = exchanged_random_bits(staged, index) - 16 * lane_of_row + 8 * lane_of_row;
+  u64 index = ((u64)row * out.blocks + block) / 4 + lane_of_row;
+  philox(*out.seed, index, out.rng_offset, RANDOM_BITS, drawn);
+  uint4* own = (uint4*)(staged.shared + staged.base) + threadIdx.x % 32;
+  *own = drawn[0];
+  __syncwarp();
+  const uint2* of_line = (const uint2*)(own - lane_of_row) + lane_of_row;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    uint2 two = *(const uint2*)(drawn + 16 * half);
+    uint2 two = of_line[2 * half];
     random_bits[0][half] = two.x, random_bits[1][half] = two.y;
   }
-  __syncwarp();
-}
-
-// Random bits of scales where tensor cores rotate: along a pair of columns, [group][column]. Each of its
-// four lanes draws one Philox block.
-Q2_INLINE void random_bits_of_products(const Staged& staged, int first, int second, int block,
-                                       u32 (&random_bits)[2][2]) {
-  int quarter = lane_of_products().quarter;
-  u64 index = ((u64)(quarter < 2 ? first : second) * staged.out.blocks + block) / 4 + quarter % 2;
-  const u8* drawn = exchanged_random_bits(staged, index) - 16 * quarter + 4 * quarter;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) random_bits[i % 2][i / 2] = *(const u32*)(drawn + 16 * i);
   __syncwarp();
 }

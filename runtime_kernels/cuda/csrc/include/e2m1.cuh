@@ -11,6 +11,14 @@
 constexpr float kUnit = Q2_HW_FP4 ? 1.0f : 0x1p-6f;
 constexpr bool kClips = Q2_CLIPS;  // x / scale may be above 6.5 (stochastic: above 6)
 
+// Element i of one of two blocks.
+Q2_INLINE float& element(Pair (&x)[16], int member, int i) {
+  return member ? x[i].b : x[i].a;
+}
+Q2_INLINE float element(const Pair (&x)[16], int member, int i) {
+  return member ? x[i].b : x[i].a;
+}
+
 #if Q2_HW_FP4
 // Eight floats to eight codes, and these to four words of two f16.
 Q2_INLINE u32 round_eight(const float (&x)[8], u32 (&words)[4]) {

@@ -11,29 +11,23 @@
 
 // Sums of 16 products of what is in kUnit, none negative, each cut to a multiple of 2^-13 in units of
 // 1: as the last bit of a sum in [1024, 2048) is, so that their order does not matter. Two at a time,
-// since each waits for the one before it, unless that takes registers that are not there.
+// since each waits for the one before it.
 Q2_INLINE Pair sum_of_products(const Pair (&x)[16], const Pair (&y)[16]) {
   constexpr float kStart = 1024.0f * kUnit * kUnit;
   Pair sums[2] = {both(kStart), both(kStart)};
 #pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    Pair& sum = sums[kNeighbors ? i / 8 : (kTensorCores ? 0 : i % 2)];
-    sum = fma_toward_zero(x[i], y[i], sum);
-  }
-  if constexpr (kTensorCores && !kNeighbors) return add(sums[0], both(-kStart));
-  if constexpr (kNeighbors)
-    return {sums[0].a - 2 * kStart + sums[0].b, sums[1].a - 2 * kStart + sums[1].b};
+  for (int i = 0; i < 16; ++i) sums[i % 2] = fma_toward_zero(x[i], y[i], sums[i % 2]);
   return add(add(sums[0], both(-2 * kStart)), sums[1]);
 }
 
-// Two blocks of 16 (tile.cuh, kNeighbors); x becomes what its codes stand for, in kUnit.
+// Two blocks of 16; x becomes what its codes stand for, in kUnit.
 // codes[h]: eight bytes of half h. Returns p * S of each: the raw scale, before the split
 // into block and global scale; NaN of a block that is not finite, whose sums are NaN.
 Q2_INLINE Pair ms_eden(Pair (&x)[16], u32 (&codes)[2][2]) {
-  Pair largest = {fabsf(element(x, 0, 0)), fabsf(element(x, 1, 0))};
+  Pair largest = {fabsf(x[0].a), fabsf(x[0].b)};
 #pragma unroll
   for (int i = 1; i < 16; ++i)
-    largest = {fmaxf(largest.a, fabsf(element(x, 0, i))), fmaxf(largest.b, fabsf(element(x, 1, i)))};
+    largest = {fmaxf(largest.a, fabsf(x[i].a)), fmaxf(largest.b, fabsf(x[i].b))};
   Pair pseudo = mul(largest, both(Q2_INVERSE_CLIP));
   pseudo = {keep_4_bits(pseudo.a), keep_4_bits(pseudo.b)};
   // Blocks with a subnormal pseudo-scale count as zeros: what is multiplied by 1 rounds to 0, and its
@@ -45,16 +39,13 @@ Q2_INLINE Pair ms_eden(Pair (&x)[16], u32 (&codes)[2][2]) {
   Pair scaled[16], rounded[16];
 #if Q2_HW_FP4
 #pragma unroll
-  for (int i = 0; i < 16; ++i) scaled[i] = mul(x[i], of_pair(inverse, i));
+  for (int i = 0; i < 16; ++i) scaled[i] = mul(x[i], inverse);
 #else
   // The sums below only meet in a quotient, so the factor 2^-6 of both operands changes none of its
   // bits.
   inverse = mul(inverse, both(0x1p-6f));
 #pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    Pair r = of_pair(inverse, i);
-    scaled[i] = {fabsf(x[i].a) * r.a, fabsf(x[i].b) * r.b};
-  }
+  for (int i = 0; i < 16; ++i) scaled[i] = {fabsf(x[i].a) * inverse.a, fabsf(x[i].b) * inverse.b};
 #endif
   round_block(scaled, x, rounded, codes);
   Pair projection = sum_of_products(scaled, rounded), square = sum_of_products(scaled, scaled);

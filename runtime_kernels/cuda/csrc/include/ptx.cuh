@@ -12,7 +12,7 @@ typedef unsigned long long u64;
 #define Q2_INLINE __device__ __forceinline__
 
 // Two values that go through the same arithmetic. sm_100 has one instruction for both (FADD2,
-// FMUL2, FFMA2: kPairs); the others two.
+// FMUL2, FFMA2); the others two.
 struct Pair {
   float a, b;
 };
@@ -20,12 +20,6 @@ struct Pair {
 Q2_INLINE Pair both(float x) {
   return {x, x};
 }
-
-#if __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200
-constexpr bool kPairs = true;
-#else
-constexpr bool kPairs = false;
-#endif
 
 #if __CUDA_ARCH__ >= 1000
 Q2_INLINE u64 packed(Pair x) {
@@ -88,7 +82,7 @@ __constant__ Pair one_and_minus_one = {1.0f, -1.0f};
 // The sum and the difference of the two: one instruction on sm_100.
 Q2_INLINE Pair sum_and_difference(Pair x) {
 #if __CUDA_ARCH__ >= 1000
-  return fma(both(x.b), kPairs ? one_and_minus_one : Pair{1.0f, -1.0f}, both(x.a));
+  return fma(both(x.b), one_and_minus_one, both(x.a));
 #else
   return {x.a + x.b, x.a - x.b};
 #endif
@@ -276,20 +270,6 @@ Q2_INLINE void load_transposed(const u8* shared, u32 (&x)[4]) {
                : "memory");
 }
 
-// Adds to a warp's 16x8 numbers the product of 16x16 and 16x8 f16, which lanes have as the PTX manual
-// says of mma.m16n8k16: z[0] two neighbors of row lane / 4, z[1] of the row 8 below.
-Q2_INLINE void multiply_f16(const u32 (&x)[4], u32 y0, u32 y1, Pair (&z)[2]) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, "
-      "%9}, {%0, %1, %2, %3};"
-      : "+f"(z[0].a), "+f"(z[0].b), "+f"(z[1].a), "+f"(z[1].b)
-      : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(y0), "r"(y1));
-}
-
-// The larger of two halves each, unsigned.
-Q2_INLINE u32 max_u16x2(u32 x, u32 y) {
-  return __vmaxu2(x, y);
-}
-
 Q2_INLINE u32 to_f16x2(float low, float high) {
   u32 z;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(z) : "f"(high), "f"(low));
@@ -316,32 +296,7 @@ Q2_INLINE u32 to_e4m3x4(float x0, float x1, float x2, float x3) {
 }
 #endif
 
-#if Q2_HW_FP4 && Q2_SOFTWARE_FP4
-// The functions below without their instructions: for tests of the branch Q2_HW_FP4 on a GPU that lacks
-// them (tests/runtime_kernels/cuda/test_blackwell_branch.py). By comparing with the middles of the grid;
-// a tie goes to the even code; NaN becomes 6, as in the instruction.
-Q2_INLINE u32 to_e2m1x8(const float (&x)[8]) {
-  u32 codes = 0;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    float a = fminf(fabsf(x[i]), 6.0f);
-    u32 code = (a > 0.25f) + (a >= 0.75f) + (a > 1.25f) + (a >= 1.75f) + (a > 2.5f) + (a >= 3.5f) +
-               (a > 5.0f);
-    u32 sign = x[i] == x[i] ? __float_as_uint(x[i]) >> 28 & 8 : 0;
-    codes |= (code | sign) << (4 * i);
-  }
-  return codes;
-}
-Q2_INLINE u32 e2m1_to_f16(u32 code) {
-  u32 m = code & 7, sign = (code & 8) << 12;
-  return sign | (m < 2 ? m * 0x3800u : (m + 28) << 9);
-}
-Q2_INLINE void from_e2m1x8(u32 codes, u32 (&words)[4]) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i)
-    words[i] = e2m1_to_f16(codes >> (8 * i)) | e2m1_to_f16(codes >> (8 * i + 4)) << 16;
-}
-#elif Q2_HW_FP4
+#if Q2_HW_FP4
 // Eight floats to eight e2m1 codes (nearest even, saturating, the sign of zero kept), the first in
 // the lowest nibble.
 Q2_INLINE u32 to_e2m1x8(const float (&x)[8]) {

@@ -115,11 +115,10 @@ Q2_INLINE Pair times_factor(const BlockScales& scales, const Common& common) {
 }
 
 Q2_INLINE Pair largest_of_block(const Pair (&x)[16]) {
-  Pair largest = {fabsf(element(x, 0, 0)), fabsf(element(x, 1, 0))};
+  Pair largest = {fabsf(x[0].a), fabsf(x[0].b)};
 #pragma unroll
   for (int i = 1; i < 16; ++i)
-    largest = {max_or_nan(largest.a, fabsf(element(x, 0, i))),
-               max_or_nan(largest.b, fabsf(element(x, 1, i)))};
+    largest = {max_or_nan(largest.a, fabsf(x[i].a)), max_or_nan(largest.b, fabsf(x[i].b))};
   return largest;
 }
 
@@ -136,18 +135,14 @@ Q2_INLINE Pair scaled_by(Pair x, Pair inverse) {
 Q2_INLINE Pair errors_of(const Pair (&x)[16], Pair inverse, Pair (&rounded)[16],
                          u32 (&codes)[2][2]) {
   constexpr float kStart = 512.0f * kUnit * kUnit;
-  Pair scaled[16], errors[16], squares[2] = {both(kStart), both(kStart)};
+  Pair scaled[16], errors[16], squares = both(kStart);
   inverse = mul(inverse, both(kUnit));
 #pragma unroll
-  for (int i = 0; i < 16; ++i) scaled[i] = scaled_by(x[i], of_pair(inverse, i));
+  for (int i = 0; i < 16; ++i) scaled[i] = scaled_by(x[i], inverse);
   round_with_errors(scaled, x, rounded, errors, codes);
 #pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    Pair& sum = squares[kNeighbors ? i / 8 : 0];
-    sum = fma(errors[i], errors[i], sum);
-  }
-  if constexpr (!kNeighbors) return add(squares[0], both(-kStart));
-  return {squares[0].a - 2 * kStart + squares[0].b, squares[1].a - 2 * kStart + squares[1].b};
+  for (int i = 0; i < 16; ++i) squares = fma(errors[i], errors[i], squares);
+  return add(squares, both(-kStart));
 }
 
 // The scale `step` e4m3 steps above another (nvfp4.py, _stepped).
@@ -232,7 +227,7 @@ Q2_INLINE void round_to_nearest(Pair (&x)[16], Pair inverse, u32 (&codes)[2][2])
   Pair scaled[16], rounded[16];
   if constexpr (kUnit != 1.0f) inverse = mul(inverse, both(kUnit));
 #pragma unroll
-  for (int i = 0; i < 16; ++i) scaled[i] = scaled_by(x[i], of_pair(inverse, i));
+  for (int i = 0; i < 16; ++i) scaled[i] = scaled_by(x[i], inverse);
   round_block(scaled, x, rounded, codes);
   with_signs(rounded, x);
 }

@@ -3,6 +3,9 @@
 // finalize_dequantized.cu share. Their headers say what the defines mean.
 #pragma once
 #include "formats.cuh"
+#if Q2_SUMS
+#include "sums.cuh"
+#endif
 
 constexpr int kThreads = 256;
 constexpr int kMaxOperands = 4;
@@ -24,6 +27,36 @@ struct Operand {
   int blocks;   // in a row
   int partner;  // the operand of this launch whose global scale replaces `other`; or less than 0
 };
+
+struct Params {
+  Operand operands[kMaxOperands];
+#if Q2_SUMS
+  Sums sums[kMaxSums];
+  int sum_count;  // of them; their thread blocks come before those of the operands
+#endif
+};
+static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout in align_scales.py");
+
+// The sums of columns are added up by thread blocks of their own. True for these, once they have done so.
+Q2_INLINE bool adds_up([[maybe_unused]] const Params& p) {
+#if Q2_SUMS
+  if (blockIdx.y >= p.sum_count) return false;
+  await_previous_kernel();
+  add_up<kThreads>(p.sums[blockIdx.y]);
+  return true;
+#else
+  return false;
+#endif
+}
+
+// The operand of a thread block.
+Q2_INLINE const Operand& operand_of(const Params& p) {
+#if Q2_SUMS
+  return p.operands[blockIdx.y - p.sum_count];
+#else
+  return p.operands[blockIdx.y];
+#endif
+}
 
 // The largest of `count` values, each exclusive or flip.
 Q2_INLINE u32 largest_of(const u32* values, int count, u32 flip = 0) {

@@ -30,25 +30,6 @@ constexpr int kBatch = Q2_BATCH;  // matrices of a launch, each by thread blocks
 constexpr bool kPacked = kSource == NVFP4 || kSource == MXFP4;
 constexpr bool kRounded = kSource == ROUNDED;
 constexpr bool kScaled = kPacked || kRounded;  // a tile holds code * scale, with the signs of rows
-// Rotated by tensor_cores.cuh: not with random bits for each element, which were slower so, for want of
-// registers.
-constexpr bool kTensorCores = kScaled && kSource != MXFP4 && kSize > 1 && !Q2_STOCHASTIC;
-
-// How two blocks of 16 lie in 16 pairs: element i of both in pair i; or neighbors in a pair, of one
-// block in the first eight pairs, as products come.
-constexpr bool kNeighbors = kTensorCores && kPairs;
-Q2_INLINE float& element(Pair (&x)[16], int member, int i) {
-  Pair& v = kNeighbors ? x[8 * member + i / 2] : x[i];
-  return (kNeighbors ? i % 2 : member) ? v.b : v.a;
-}
-Q2_INLINE float element(const Pair (&x)[16], int member, int i) {
-  const Pair& v = kNeighbors ? x[8 * member + i / 2] : x[i];
-  return (kNeighbors ? i % 2 : member) ? v.b : v.a;
-}
-// The factor of pair i, given one factor for each block.
-Q2_INLINE Pair of_pair(Pair of_blocks, int i) {
-  return kNeighbors ? both(i < 8 ? of_blocks.a : of_blocks.b) : of_blocks;
-}
 
 constexpr int kThreads = Q2_THREADS;
 constexpr int kTileRows = 128;
@@ -70,7 +51,7 @@ constexpr Rule kRule = (Rule)Q2_RULE;
 // Not with MX, whose blocks of 32 would lie in pairs, nor with dbias, whose order goes by parts 32 apart,
 // nor where it would spill registers.
 constexpr bool kSpills = kDequantized && Q2_STOCHASTIC;
-constexpr bool kSwaps = kSize == 128 && !kTensorCores && kRule != MX && !kSums && !kSpills;
+constexpr bool kSwaps = kSize == 128 && kRule != MX && !kSums && !kSpills;
 constexpr int kApart = kSwaps ? 64 : 32;
 
 // Signs are multiplied in: where all that comes of an infinity is NaN anyway.
@@ -184,7 +165,6 @@ Q2_INLINE Pair two_of_row(u32 word, u32 mask) {
 // linear over exclusive or, so that of an address only its exclusive or with a constant changes in an
 // unrolled loop.
 constexpr Q2_INLINE u32 twist(int row) {
-  if (kTensorCores) return 16 * ((row & 7) ^ (row >> 4 & 3) << 1);
   int low = kBytes == 2 ? (row & 1) * 3 ^ (row >> 1 & 1) : row & 3;
   return 16 * (low | (row / kApart & 1) << 2);
 }
@@ -203,8 +183,6 @@ struct Places {
   u32 fetched, rounded;
   Q2_INLINE u32 rowwise() const { return rounded & 0xFFFF; }
   Q2_INLINE u32 columnwise() const { return rounded >> 16; }
-  Q2_INLINE u32 quarters() const { return rounded >> 16; }
-  Q2_INLINE u32 matrices() const { return rounded & 0xFFFF; }  // there are no rows then
 };
 
 // The column of a tile, by place, that a lane shares with its neighbor. Lane l gets column l / 4 of a
@@ -220,27 +198,16 @@ Q2_INLINE int part_of_lane() {
   return (threadIdx.x % 2 ^ kSwaps) * kApart;
 }
 
-// Rotated by tensor cores four lanes of a warp have a pair of its columns, 8 apart, a quarter of each.
-struct Lane {
-  int pair, quarter;
-};
-Q2_INLINE Lane lane_of_products() {
-  int lane = threadIdx.x % 32;
-  return {lane / 4, lane % 4};
-}
 // The column at a place. expand_codes makes columns 4 apart neighbors, unless an instruction expands codes.
 constexpr Q2_INLINE int column_at(int place) {
   return kPacked && !Q2_HW_FP4 ? place / 8 * 8 + place % 8 / 2 + place % 2 * 4 : place;
 }
 
-// Where a lane's row of four matrices lies (ptx.cuh, load_transposed): of four blocks of 16 rows the
-// first two rows, of 8 columns and the next 8, and then the next two rows. So a lane gets four rows of
-// its quarter of two columns, and products sum over them.
+// Where a lane's row of four matrices lies (ptx.cuh, load_transposed): rows of two lanes, of 8 columns and
+// the next 8; eight rows of each.
 Q2_INLINE u32 place_of_matrices() {
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (!kTensorCores)  // rows of two lanes, of 8 columns and the next 8; eight rows of each
-    return place_in_tile((lane / 2 % 2 ^ kSwaps) * kApart + lane / 8 * 2 + lane % 2, 2 * warp + lane / 4 % 2);
-  return place_in_tile(lane / 2 % 4 * 16 + lane / 16 * 2 + lane % 2, 2 * warp + lane / 8 % 2);
+  return place_in_tile((lane / 2 % 2 ^ kSwaps) * kApart + lane / 8 * 2 + lane % 2, 2 * warp + lane / 4 % 2);
 }
 
 Q2_INLINE Places places_in_tile() {
@@ -250,11 +217,6 @@ Q2_INLINE Places places_in_tile() {
   int column = column_of_lane();
   u32 cols = kBytes == 2 ? place_of_matrices()
                          : place_in_tile(part_of_lane(), column / 4) + column % 4 * kBytes;
-  if (kTensorCores) {  // and where a lane's quarter of its first column begins
-    Lane lane = lane_of_products();
-    rows = cols;
-    cols = place_in_tile(16 * lane.quarter, 2 * (threadIdx.x / 32)) + lane.pair * kBytes;
-  }
   constexpr bool kNoRegisters = (kDequantized && kRule == MX) ||
                                 (kRule == EXACT && kRows && Q2_SWIZZLED && Q2_HW_FP4);
   if (kNoRegisters) return {fetched, rows | cols << 16};
