@@ -17,7 +17,7 @@ from q2compile.capture.callers import models_that_run
 from q2compile.capture.frames import running
 from q2compile.capture.module_tree import unwrapped
 from q2compile.config import Config
-from q2compile.errors import ConfigError
+from q2compile.errors import ConfigError, shown
 from q2compile.report.model_coverage import Coverage
 from q2compile.report.report import RunReport, collector
 from q2compile.tools.as_it_was import as_it_was
@@ -54,6 +54,10 @@ def explain(
     Buffers, attributes, gradients, training flags and torch's random state are restored
     afterwards. If ``model`` is a function that steps an optimizer, the optimizer steps.
     """
+    if not callable(model):
+        raise ConfigError(
+            f"explain: model: got {shown(model)}; allowed: a torch.nn.Module or a function"
+        )
     is_model = isinstance(model, torch.nn.Module)
     original = original_module(model) if is_model else None
     model = model if original is None else original
