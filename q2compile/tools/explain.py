@@ -22,7 +22,7 @@ from q2compile.report.model_coverage import Coverage
 from q2compile.report.report import RunReport, collector
 from q2compile.tools.as_it_was import as_it_was
 from q2compile.tools.batches import arguments_of
-from q2compile.tools.given import built, given_options
+from q2compile.tools.given import built, given_options, refuse_no_page
 from q2compile.torch_internals.dynamo import not_compiled, original_module
 
 
@@ -92,8 +92,8 @@ def explain(
 def run(arguments: Namespace) -> int:
     """`q2compile explain FILE.py:FUNCTION`: prints the report, and writes its page if asked."""
     options = given_options(arguments)
-    if arguments.output is not None and not arguments.output.parent.is_dir():
-        raise ConfigError(f"--output: {arguments.output.parent} is not a folder")
+    if arguments.output is not None:
+        refuse_no_page(arguments.output)
     model, batches, _ = built(arguments.build)
     args, kwargs = arguments_of(next(batches))
     device = next(model.parameters()).device.type
