@@ -13,6 +13,7 @@ from torch import fx
 from q2compile.graph.nodes import GEMM_OPS, is_q2, named_arguments, producer, q2_nodes
 from q2compile.graph.quantizers import quantizer_of
 from q2compile.graph.views import BITS, COPY, PART, PERMUTE, RESHAPE, kind_of
+from q2compile.runtime_kernels.numerics.transforms import Transform
 from q2compile.runtime_kernels.ops.table import GATHER_ROWS, PARTS, SEED, TRANSPOSE
 
 _c10d = torch.ops._c10d_functional
@@ -28,15 +29,20 @@ class GraphSpecError(AssertionError):
 class _OperandOrigin:
     """Where a gemm's operand comes from: made here, rotated or not, or saved: by another graph, or
     as a constant, which Inductor's freezing makes of a weight's codes. ``empty``: it has no number,
-    as those that contract over the rows of an empty batch.
+    as those that contract over the rows of an empty batch. ``transform``: known of what is made
+    here, but for the operands of fprop.
     """
 
     saved: bool = False
     empty: bool = False
-    rotated: bool = False
+    transform: Transform | None = None
     seed: Any = None
-    transform: Any = None
     rng_offset: Any = None
+
+    @property
+    def signs(self) -> Any:
+        """The seed that its signs are drawn from; None if it has none, or always the same ones."""
+        return self.seed if self.transform is not None and self.transform.seeded else None
 
 
 def check_spec(graph: fx.Graph, kind: str, when: str, random_forward: bool = False) -> None:
@@ -47,7 +53,8 @@ def check_spec(graph: fx.Graph, kind: str, when: str, random_forward: bool = Fal
        one in the forward on purpose, and saves it);
     2. the operands of gemm and grouped_gemm come each whole from one op (codes, scales, global
        scale), or from placeholders;
-    3. two rotated operands of one gemm have the same seed and transform, and different streams;
+    3. two operands of one gemm have the same transform, the same seed if it draws signs, and
+       different streams if they draw from one seed;
     4. a rotated operand whose partner the forward saved takes its signs from the forward too, if
        there is a number to rotate: codes of no bytes cost nothing to save, so the partitioner saves
        them apart from their seed.
@@ -63,26 +70,25 @@ def check_spec(graph: fx.Graph, kind: str, when: str, random_forward: bool = Fal
 
 def _check_gemm(gemm: fx.Node, kind: str, when: str) -> None:
     a, b = (_operand(gemm, gemm.args[i : i + 3], when) for i in (0, 3))
-    if a.rotated and b.rotated:
-        for what in ("seed", "transform"):
-            of_a, of_b = getattr(a, what), getattr(b, what)
-            if of_a is not of_b and of_a != of_b:
+    if a.transform is not None and b.transform is not None:
+        pairs = {"transform": (a.transform.name, b.transform.name), "seed": (a.signs, b.signs)}
+        for what, (of_a, of_b) in pairs.items():
+            if of_a != of_b:
                 raise GraphSpecError(
                     f"{when}: the operands of {gemm.name} have different {what}s ({of_a}, {of_b}); "
                     "their rotations do not cancel"
                 )
-        if a.seed is not None and a.rng_offset == b.rng_offset:
+        if a.seed is not None and (a.seed, a.rng_offset) == (b.seed, b.rng_offset):
             raise GraphSpecError(
                 f"{when}: the operands of {gemm.name} draw the same random bits, "
                 f"rng_offset {a.rng_offset}"
             )
     for rotated, partner in ((a, b), (b, a)):
-        drawn_here = isinstance(rotated.seed, fx.Node) and rotated.seed.op != "placeholder"
-        here = rotated.rotated and drawn_here
-        if kind == "backward" and here and partner.saved and not partner.empty:
+        drawn_here = isinstance(rotated.signs, fx.Node) and rotated.signs.op != "placeholder"
+        if kind == "backward" and drawn_here and partner.saved and not partner.empty:
             raise GraphSpecError(
                 f"{when}: an operand of {gemm.name} was rotated in the forward, and its partner "
-                f"with signs drawn here ({rotated.seed}); their rotations do not cancel"
+                f"with signs drawn here ({rotated.signs}); their rotations do not cancel"
             )
 
 
@@ -118,8 +124,9 @@ def _operand(gemm: fx.Node, triple: Any, when: str) -> _OperandOrigin:
     assert call is not None
     if not (operand.transform.size > 1 or operand.columnwise) or call.masked:
         return _OperandOrigin()
-    how = operand.transform.name, call.args["rng_offset"]
-    return _OperandOrigin(rotated=True, seed=operand.seed, transform=how[0], rng_offset=how[1])
+    return _OperandOrigin(
+        transform=operand.transform, seed=operand.seed, rng_offset=call.args["rng_offset"]
+    )
 
 
 def _shard(part: fx.Node) -> fx.Node:

@@ -130,7 +130,7 @@ def pattern_of(name: str) -> str:
 def compiled_pattern(pattern: object) -> re.Pattern[str]:
     """The expression that a whole module name has to match. Raises ConfigError for no pattern."""
     allowed = "allowed: a glob such as 'model.layers.[01].*', or 're:' and a regular expression"
-    if not isinstance(pattern, str) or not pattern:
+    if not isinstance(pattern, str) or not pattern.removeprefix("re:"):
         raise ConfigError(f"policy pattern: got {shown(pattern)}; {allowed}")
     if pattern.startswith("re:"):
         try:

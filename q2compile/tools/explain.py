@@ -17,12 +17,12 @@ from q2compile.capture.callers import models_that_run
 from q2compile.capture.frames import running
 from q2compile.capture.module_tree import unwrapped
 from q2compile.config import Config
-from q2compile.errors import ConfigError
+from q2compile.errors import ConfigError, shown
 from q2compile.report.model_coverage import Coverage
 from q2compile.report.report import RunReport, collector
 from q2compile.tools.as_it_was import as_it_was
 from q2compile.tools.batches import arguments_of
-from q2compile.tools.given import built, given_options
+from q2compile.tools.given import built, given_options, refuse_no_page
 from q2compile.torch_internals.dynamo import not_compiled, original_module
 
 
@@ -54,6 +54,10 @@ def explain(
     Buffers, attributes, gradients, training flags and torch's random state are restored
     afterwards. If ``model`` is a function that steps an optimizer, the optimizer steps.
     """
+    if not callable(model):
+        raise ConfigError(
+            f"explain: model: got {shown(model)}; allowed: a torch.nn.Module or a function"
+        )
     is_model = isinstance(model, torch.nn.Module)
     original = original_module(model) if is_model else None
     model = model if original is None else original
@@ -88,8 +92,8 @@ def explain(
 def run(arguments: Namespace) -> int:
     """`q2compile explain FILE.py:FUNCTION`: prints the report, and writes its page if asked."""
     options = given_options(arguments)
-    if arguments.output is not None and not arguments.output.parent.is_dir():
-        raise ConfigError(f"--output: {arguments.output.parent} is not a folder")
+    if arguments.output is not None:
+        refuse_no_page(arguments.output)
     model, batches, _ = built(arguments.build)
     args, kwargs = arguments_of(next(batches))
     device = next(model.parameters()).device.type

@@ -59,6 +59,13 @@ def _of_file(path: Path) -> dict[str, Any]:
     return differing[0]
 
 
+def refuse_no_page(path: Path) -> None:
+    """Raise ConfigError, before anything runs, if no page can be written to ``path``."""
+    if path.is_dir() or not path.parent.is_dir():
+        why = "is a folder" if path.is_dir() else f"{path.parent} is not a folder"
+        raise ConfigError(f"--output: {path}: {why}; allowed: the page's name in a folder")
+
+
 def built(where: str) -> tuple[torch.nn.Module, Any, Any]:
     """The result of the user's function: a model, an iterator over its batches, which has at least
     one, and a loss or None."""

@@ -25,11 +25,13 @@ Blackwell's GEMMs read the scales in another order, to which only `swizzle_32x4x
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from torch import Tensor
 
 import q2compile.runtime_kernels  # noqa: F401  registers the ops used here
+from q2compile.errors import ConfigError, shown
 from q2compile.runtime_kernels.numerics.layout import Tiling
 from q2compile.runtime_kernels.numerics.quantize_tiles import rotate_tiles_back
 from q2compile.runtime_kernels.numerics.schemes import SCHEMES, Scheme, unknown_scheme
@@ -126,8 +128,12 @@ def quantize(
     Raises:
         ValueError: the scheme or transform is unknown (the nearest name is offered); x has another
             dtype or no dimension; transpose is set for a tensor that is no matrix; a combination is
-            not allowed, such as a rotation with 16x16 blocks; the seed does not fit into 64 bits.
+            not allowed, such as a rotation with 16x16 blocks; the seed does not fit into 64 bits;
+            x or amax is no tensor.
     """
+    for name, value in {"x": x, "amax": amax}.items():
+        if not (isinstance(value, Tensor) or name == "amax" and value is None):
+            raise ConfigError(f"quantize: {name}: got {shown(value)}; allowed: a torch.Tensor")
     if scheme not in SCHEMES:  # the ops know more names, of operands in the form that a GEMM reads
         raise unknown_scheme(scheme)
     spec, rotation = SCHEMES[scheme], get_transform(transform)
@@ -176,6 +182,8 @@ def _seed(seed: int | Tensor | None, matrix: Tensor) -> Tensor:
         return torch.ops.q2.seed(matrix, 0)
     if isinstance(seed, Tensor):
         return seed
-    if not -(2**63) <= seed < 2**64:
-        raise ValueError(f"quantize: a seed has 64 bits, got {seed}.")
+    if not (isinstance(seed, Integral) and -(2**63) <= seed < 2**64):
+        raise ConfigError(
+            f"quantize: seed: got {shown(seed)}; allowed: an int of 64 bits, or an int64 scalar"
+        )
     return torch.tensor(seed if seed < 2**63 else seed - 2**64, device=matrix.device)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from q2compile.capture.module_tree import children, under, unwrapped
-from q2compile.errors import ConfigError
+from q2compile.errors import ConfigError, shown
 from q2compile.torch_internals import fsdp
 from q2compile.weight_cache.gatherer import gatherer_of
 
@@ -80,6 +80,8 @@ def gather_codes(model: nn.Module) -> int:
             it on different models. Later, in a forward: ranks take different codes of a weight. All
             ranks raise it, and none hangs.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"gather_codes: got {shown(model)}; allowed: a torch.nn.Module")
     model = unwrapped(model)
     roots = list(_roots(model, ""))
     if not roots:

@@ -31,6 +31,13 @@ def test_unknown_names_are_errors() -> None:
             _ = module.no_such_name
 
 
+@pytest.mark.parametrize("name", ["explain", "expect", "compare", "gather_codes", "export"])
+def test_what_is_no_model_is_refused_by_name(name: str) -> None:
+    others = {"compare": ([],), "export": ("folder",)}.get(name, ())
+    with pytest.raises(q2compile.ConfigError, match=f"^{name}: .*got (5|'int').*; allowed: a"):
+        getattr(q2compile, name)(5, *others)
+
+
 def test_every_public_name_is_documented() -> None:
     """A docstring of its own, not the default of a dataclass or a base class."""
     for name in sorted({*q2compile.__all__} - TYPES):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from q2compile.errors import ConfigError
 from q2compile.telemetry.read import is_telemetry, other_runs, read_folder
+from q2compile.tools.given import refuse_no_page
 from q2compile.tools.measure import measure
 from q2compile.tools.page.document import report_page
 from q2compile.tools.page.read_dump import (
@@ -25,9 +26,8 @@ def run(arguments: Namespace) -> int:
     """``q2compile report RUN``: write the page of a folder and print where it is."""
     folder = Path(arguments.folder)
     path = Path(arguments.output or folder / "report.html")
-    if arguments.output and (path.is_dir() or not path.parent.is_dir()):
-        why = "is a folder" if path.is_dir() else f"{path.parent} is not a folder"
-        raise ConfigError(f"--output: {path}: {why}; allowed: the page's name in a folder")
+    if arguments.output:
+        refuse_no_page(path)
     path.write_text(run_page(folder, arguments.measure), encoding="utf-8")
     print(path)
     return 0

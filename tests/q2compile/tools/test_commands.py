@@ -173,6 +173,7 @@ def test_explain_prints_what_is_done_with_each_matmul(tmp_path, capsys, name):
     assert printed.endswith(f"wrote {page}\n")
     assert [row["taken"] for row in data_of(page.read_text())["rows"]] == [True, False]
     assert "has no function 'nothing'" in refused(capsys, "explain", f"{tmp_path}/mine.py:nothing")
+    assert "is a folder; allowed" in refused(capsys, *words, "-o", tmp_path)
 
 
 def test_arguments_repeat_the_names_of_the_tables():

@@ -96,6 +96,9 @@ def test_a_given_amax_is_the_scale():
         (lambda x: quantize(x.int()), "float32, bfloat16 or float16, got torch.int32"),
         (lambda x: quantize(x, "nvfp4_16x16", transform="rht16", seed=0), "one row per block"),
         (lambda x: quantize(x, "nvfp4_sr", seed=2**64), "64 bits"),
+        (lambda x: quantize(x, "nvfp4_sr", seed="3"), "seed: got '3'; allowed: an int"),
+        (lambda x: quantize(x.tolist()[0]), r"x: got \[.*; allowed: a torch.Tensor"),
+        (lambda x: quantize(x, amax=3), "amax: got 3; allowed: a torch.Tensor"),
         (lambda x: quantize(x, transform="h32", amax=x.max()), "pass no amax"),
     ],
 )
