@@ -19,8 +19,8 @@ Lowering decides what no graph shows:
                for the tensor takes a read of its own before them
     emulated   without fp4 tensor cores GEMMs are in BF16, or those of MXFP4 in FP8; codes that they
                read are dequantized, or made e4m3
-    fp8        a GEMM has the rate of fp8 tensor cores on every GPU, a grouped one on a Hopper; on
-               others that is one in BF16 of dequantized operands
+    fp8        a GEMM has the rate of fp8 tensor cores on every GPU, a grouped one a rate of its own
+               on a Hopper; on others that is one in BF16 of dequantized operands
     experts    a grouped GEMM in FP4 is taken to be as fast as one of a single weight. What pads an
                expert's tokens to whole chunks and tiles, half a chunk each, is not counted
 """
@@ -158,7 +158,8 @@ def _product(node: fx.Node, name: str, layer: Layer) -> list[Step]:
     bits = written + sum(packed_bits(s.name) * layer.elements(r) for r, s in schemes.items())
     first = next(iter(schemes.values()))
     if first.is_tensorwise and (not layer.grouped or layer.capability == HOPPER):
-        return [Step(name, bits, layer.flops, "fp8", by=TORCH)]
+        kind = "grouped fp8" if layer.grouped else "fp8"
+        return [Step(name, bits, layer.flops, kind, by=TORCH)]
     if layer.emulated and first.format == "mxfp4" and not layer.grouped:
         bits = written + _E4M3 * sum(map(layer.elements, schemes))
         return [*_in_e4m3(layer, schemes), Step(name, bits, layer.flops, "fp8", by=TORCH)]

@@ -282,7 +282,7 @@ def transpose(
     if spec.is_tensorwise:
         groups = None if offs is None else Groups(BufferSlot(2), BufferSlot(3), offs.shape[0])
         return transposing_plan(codes, rows, spec, groups)
-    of_codes, of_scales = shapes(codes, scheme, rows, swizzled)
+    of_codes, of_scales = shapes(codes, scheme, rows, swizzled, offs)
     (height, half), side = codes.shape, spec.width
     tiles_across = ceil_div(rows, _TILE)
     tiles = ceil_div(height, _TILE) * tiles_across

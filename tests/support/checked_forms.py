@@ -145,6 +145,8 @@ def _others(op: str, scheme: str) -> dict[str, Any]:
     usual = {"scheme": scheme, "a_scheme": scheme, "b_scheme": scheme, "dtype": BF16, "bias": None}
     usual |= {"gemm": "fprop", "swizzled": True, "filled": False}
     usual |= {"transform": "rht128" if op == "signs" else "h32", "grad": BF16}
+    if op == "transpose":
+        usual |= {"offs": None, "padded_offs": None}
     return {name: usual.get(name, ...) for name, _ in parameters(op)}
 
 

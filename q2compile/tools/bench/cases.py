@@ -128,7 +128,7 @@ def calls_of_quantizers(
         if name == DEQUANTIZE:
             return name, (*of(FORWARD_SCHEME)[i], FORWARD_SCHEME, cols, torch.bfloat16)
         if name == TRANSPOSE:
-            return name, (*of(SQUARE_SCHEME)[i][:2], SQUARE_SCHEME, cols, True)
+            return name, (*of(SQUARE_SCHEME)[i][:2], SQUARE_SCHEME, cols, True, None, None)
         case = CASES[name]
         source = of(case.source)[i] if case.kind == REQUANTIZE else None
         call = call_of(case, xs[i], seeds, source)

@@ -233,7 +233,7 @@ def test_gemms_of_mxfp4_are_fp8s_on_a_hopper():
     assert found["fprop"].kind == "bf16"
 
 
-@pytest.mark.parametrize("capability, kind", [(8, "bf16"), (HOPPER, "fp8"), (10, "bf16")])
+@pytest.mark.parametrize("capability, kind", [(8, "bf16"), (HOPPER, "grouped fp8"), (10, "bf16")])
 def test_experts_in_fp8_are_fp8s_on_a_hopper(capability, kind):
     """torch has its grouped FP8 product there. Elsewhere operands are dequantized for BF16's."""
     layer = Layer(T, N, K, experts=4, grouped=True, capability=capability)

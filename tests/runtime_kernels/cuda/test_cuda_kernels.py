@@ -111,7 +111,8 @@ def test_transpose() -> None:
     for swizzled, shape in pairwise([False, True], SHAPES):
         scheme = "nvfp4_16x16_pow2"
         codes, scales, _ = made.plain(matrix(shape, torch.bfloat16), None, None, scheme)()
-        assert_same_bits(*run_both("transpose", codes, scales, scheme, shape[1], swizzled))
+        groups = None, None
+        assert_same_bits(*run_both("transpose", codes, scales, scheme, shape[1], swizzled, *groups))
 
 
 def test_other_schemes() -> None:
