@@ -131,6 +131,11 @@ class _Child:
         return how
 
 
+def _log_unable(request: Request, error: Exception) -> None:
+    text = "q2compile: no other process can check %s, so this one does: %s"
+    LOG.info(text, request.label, error)
+
+
 class Checker:
     """Has a child run checks, one after the other, and starts it when there is one to run."""
 
@@ -151,9 +156,11 @@ class Checker:
         if thread is None or not thread.is_alive():
             # A daemon does not keep the process from ending.
             thread = threading.Thread(target=self._serve, args=(request, after), daemon=True)
-            with suppress(RuntimeError):  # under a limit of processes no thread can be started
+            try:
                 thread.start()
                 self._threads[request.check] = thread
+            except RuntimeError as error:  # as under a limit of processes
+                _log_unable(request, error)
 
     def run(self, request: Request) -> None:
         """Waits until the check has run in the child, if it can."""
@@ -173,7 +180,7 @@ class Checker:
             with self._turn:
                 self._answer(request)
         except Exception as error:
-            LOG.info("q2compile: no other process can check %s: %s", request.label, error)
+            _log_unable(request, error)
 
     def _answer(self, request: Request) -> None:
         struck = set[Check]()

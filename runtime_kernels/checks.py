@@ -82,7 +82,8 @@ class _State:
 
 _LOCK = threading.Lock()
 # The checks that the current code runs in, outermost first: a check must not wait for itself, and
-# the outermost one holds the lock. Threads that a check starts inherit them by their context.
+# the outermost one holds the lock, unless it runs here. Threads that a check starts inherit them by
+# their context.
 _INSIDE: ContextVar[tuple[Check, ...]] = ContextVar("q2compile_checks", default=())
 
 

@@ -26,8 +26,9 @@ said otherwise. Names, and the rows that each makes:
     8b_fp8_generated    fp8_8b_step_generated: without the CUDA kernels, as where there is no NVRTC;
                     beside fp8_8b_step
     8b_mxfp4        mxfp4_2d_8b_step, likewise;  8b_mxfp4_others: mxfp4_8b_step, quartet_8b_step
-    8b_8layers      RECIPE_8b_8layers_step: 8 of those layers, beside torchao's float8 training, and
-                    each one's first step;  8b_32layers: all layers, fp8 and torchao's tensorwise
+    8b_8layers      RECIPE_8b_8layers_step, RECIPE_8b_8layers_first_step: 8 of those layers, beside
+                    torchao's float8 training
+    8b_32layers     RECIPE_8b_32layers_step, ..._first_step: all layers, fp8 and tensorwise
     accumulation    RECIPE_accumulation_N, RECIPE_accumulation_N_cached: quartet2 and nvfp4 with
                     steps of N micro-batches of `8b`, 8 layers; with cache_weights=True
     fused           fused_llama_step, fused_llama_first_step: `llama` with fuse_rotations over

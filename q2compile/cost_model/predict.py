@@ -53,7 +53,8 @@ class Prediction:
         return own / bf16
 
     def plain(self) -> tuple[int | str, int | str, dict[str, dict[str, float]]]:
-        """FLOPs, bytes and times for a `report.Row`; text where a size is symbolic."""
+        """FLOPs, bytes and times for a `report.Row`, on the devices of a report; text where a size
+        is symbolic."""
         exact = [self.flops, self.bytes]
         if not self.at:
             exact = [int(n) for n in exact]

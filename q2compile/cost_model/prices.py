@@ -20,7 +20,7 @@ Lowering decides what no graph shows:
     emulated   without fp4 tensor cores GEMMs are in BF16, or those of MXFP4 in FP8; codes that they
                read are dequantized, or made e4m3
     fp8        a GEMM has the rate of fp8 tensor cores on every GPU, a grouped one a rate of its own
-               on a Hopper; on others that is one in BF16 of dequantized operands
+               on a Hopper; on other GPUs a grouped one multiplies dequantized operands in BF16
     experts    a grouped GEMM in FP4 is taken to be as fast as one of a single weight. What pads an
                expert's tokens to whole chunks and tiles, half a chunk each, is not counted
 """

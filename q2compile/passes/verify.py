@@ -29,8 +29,8 @@ class GraphSpecError(AssertionError):
 class _OperandOrigin:
     """Where a gemm's operand comes from: made here, rotated or not, or saved: by another graph, or
     as a constant, which Inductor's freezing makes of a weight's codes. ``empty``: it has no number,
-    as those that contract over the rows of an empty batch. ``transform``: known of what is made
-    here, but for the operands of fprop.
+    as those that contract over the rows of an empty batch. ``transform``: None for the
+    operands of fprop, and for what is not made here.
     """
 
     saved: bool = False

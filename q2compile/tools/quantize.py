@@ -182,7 +182,8 @@ def _seed(seed: int | Tensor | None, matrix: Tensor) -> Tensor:
         return torch.ops.q2.seed(matrix, 0)
     if isinstance(seed, Tensor):
         return seed
-    if not (isinstance(seed, Integral) and -(2**63) <= seed < 2**64):
+    is_number = isinstance(seed, Integral) and not isinstance(seed, bool)
+    if not (is_number and -(2**63) <= seed < 2**64):
         raise ConfigError(
             f"quantize: seed: got {shown(seed)}; allowed: an int of 64 bits, or an int64 scalar"
         )

@@ -25,8 +25,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-# Time between two look-ups, as a multiple of what the last one took.
-PAUSE = 100.0
+# Time between two look-ups, as a multiple of what the last one took: for a weight whose optimizers
+# were never looked up, and how many times as long for another, so that those take 1% of the time.
+PAUSE, AGAIN = 10.0, 10.0
 
 
 class _Flag:
@@ -82,12 +83,12 @@ _steps: Any = WeakIdKeyDictionary()  # Optimizer -> weakref of its Steps
 _lock = RLock()
 
 
-def look_up_optimizers(at_once: bool = False) -> bool:
-    """Find all optimizers of the process; False if that was done a short while ago, unless it is to
-    be done ``at_once``."""
+def look_up_optimizers(at_once: bool = False, pauses: float = 1.0) -> bool:
+    """Find all optimizers of the process; False if that was done a short while ago, fewer than so
+    many ``pauses``, unless it is to be done ``at_once``."""
     with _lock:
         began = time.monotonic()
-        if not at_once and began - _found.ended < PAUSE * _found.took:
+        if not at_once and began - _found.ended < pauses * PAUSE * _found.took:
             return False
         holders: dict[int, list[weakref.ref[Optimizer]]] = {}
         optimizers, sharded = _tracked_objects()
@@ -141,11 +142,12 @@ class Holders:
     place: the reference count includes its callers."""
 
     def __init__(self) -> None:
-        self._references, self._since = -1, 0
+        self._references, self._since, self._pauses = -1, 0, 1.0
 
     def note(self, w: Tensor) -> None:
         """Compare the reference count with that of the last call. All of C++ together holds one
-        reference while it has another than w's own, as the graph of a loss that is still alive."""
+        reference while anything in it besides w refers to w, such as the graph of a loss that is
+        still alive."""
         references = sys.getrefcount(w) - (w._use_count() > 1)  # type: ignore[attr-defined]
         if references != self._references:
             self._references, self._since = references, _found.number
@@ -163,9 +165,9 @@ class Holders:
             gone = any(ref() is None for ref in _found.holders.get(id(w), ()))  # one may replace it
             if gone or self._since >= _found.number:
                 number = _found.number
-                if not look_up_optimizers():
+                if not look_up_optimizers(pauses=self._pauses):
                     return None
-                self._since = number
+                self._since, self._pauses = number, AGAIN
             return self.known(w)
 
 

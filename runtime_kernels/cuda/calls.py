@@ -257,7 +257,7 @@ class Launching:
         return bound_once(key, lambda: BoundCall(self.plan(*args), index, wanted))
 
     def kind(self, args: Sequence[Any]) -> Hashable:
-        """A key that is equal for calls with equal launch plans."""
+        """A key of a call. Calls with equal keys have equal launch plans."""
         return self.plan, ONE_MULTIPROCESSOR.get(), *map(_kind, args)
 
     def in_layout(self, args: Sequence[Any]) -> list[Any]:
@@ -337,7 +337,8 @@ def launching(
 ) -> Callable[[Callable[..., LaunchPlan]], Launching]:
     """Decorator: registers a function from the arguments of an op to its LaunchPlan as kernel CUDA
     of the op. Arguments of equal kind must give equal plans. Their kind is their types, sizes,
-    strides and names, and which addresses are multiples of 16 bytes."""
+    strides and names, which addresses are multiples of 16 bytes, and whether grids are planned for
+    one multiprocessor."""
 
     def register(plan: Callable[..., LaunchPlan]) -> Launching:
         made = Launching(plan, launches, layouts or {})

@@ -262,8 +262,8 @@ def _transpose_launches(
 def _transpose_layouts(
     codes, scales, scheme: str, rows, swizzled: bool = False, offs=None, padded_offs=None
 ) -> dict[int, OperandLayout]:
-    contiguous = (1,) if offs is None else (1, 5, 6)
-    return {0: OperandLayout.ALIGNED, **dict.fromkeys(contiguous, OperandLayout.CONTIGUOUS)}
+    contiguous = [i for i, ends in ((5, offs), (6, padded_offs)) if ends is not None]
+    return {0: OperandLayout.ALIGNED, **dict.fromkeys([1, *contiguous], OperandLayout.CONTIGUOUS)}
 
 
 @launching("transpose", launches=_transpose_launches, layouts=_transpose_layouts)
@@ -279,10 +279,10 @@ def transpose(
     """See ops/transpose.py."""
     spec = checked_transpose(scheme)
     check_quantized("transpose", codes, scales, None, dtype=spec.codes_dtype)
+    of_codes, of_scales = shapes(codes, scheme, rows, swizzled, offs, padded_offs)
     if spec.is_tensorwise:
         groups = None if offs is None else Groups(BufferSlot(2), BufferSlot(3), offs.shape[0])
         return transposing_plan(codes, rows, spec, groups)
-    of_codes, of_scales = shapes(codes, scheme, rows, swizzled, offs)
     (height, half), side = codes.shape, spec.width
     tiles_across = ceil_div(rows, _TILE)
     tiles = ceil_div(height, _TILE) * tiles_across

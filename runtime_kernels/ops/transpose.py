@@ -9,8 +9,8 @@ rows is K without its padding; the new contraction M is padded to whole blocks. 
 has one scale rowwise and columnwise, so the codes only change places. That lets NVIDIA's recipe
 quantize a weight once for fprop and dgrad. Blocks of one row cannot be reused in this way. Codes
 of fp8, float8_e4m3fn [M, Kp] -> [rows, Mp], share one scale in any direction, and have no others.
-They alone are taken in groups of rows, as q2::quantize takes them: offs and padded_offs are the
-ends of the groups, Mp counts the rows of the padded layout, and rows of no group are +0.
+Only they can be transposed in groups of rows, as in q2::quantize: offs and padded_offs are the ends
+of the groups, Mp counts the rows of the padded layout, and rows of no group are +0.
 
 swizzled: each row gets its own copy of the scales, swizzled for FP4 GEMMs (numerics/swizzle.py):
 [tiles, 512]. The operand then has the scheme with blocks of one row (`of_rows`).
@@ -50,11 +50,15 @@ def of_rows(scheme: str) -> str:
     return spec.name.replace(f"_{spec.width}x{spec.width}", "") + SWIZZLED
 
 
-def shapes(codes, scheme: str, rows, swizzled: bool, offs=None) -> tuple[tuple, tuple]:
-    """The shapes of the resulting codes and scales; sizes may be symbolic."""
+def shapes(
+    codes, scheme: str, rows, swizzled: bool, offs=None, padded_offs=None
+) -> tuple[tuple, tuple]:
+    """The shapes of the resulting codes and scales; sizes may be symbolic. Checks the groups."""
     spec, height = checked_transpose(scheme), codes.shape[0]
-    if offs is not None:
-        assert spec.is_tensorwise, f"q2::transpose takes groups of fp8, not of {scheme}"
+    if offs is not None or padded_offs is not None:
+        right = spec.is_tensorwise and offs is not None and padded_offs is not None
+        assert right, f"q2::transpose takes groups of fp8 with both of their ends, not of {scheme}"
+        check_groups("transpose", offs, padded_offs)
         height = padded_rows(height, offs.shape[0])
     blocks = ceil_div(height, spec.width)
     transposed = get_scheme(of_rows(scheme)) if swizzled else spec
@@ -62,7 +66,7 @@ def shapes(codes, scheme: str, rows, swizzled: bool, offs=None) -> tuple[tuple, 
 
 
 def fake(codes, scales, scheme, rows, swizzled=False, offs=None, padded_offs=None):
-    of_codes, of_scales = shapes(codes, scheme, rows, swizzled, offs)
+    of_codes, of_scales = shapes(codes, scheme, rows, swizzled, offs, padded_offs)
     return codes.new_empty(of_codes), scales.new_empty(of_scales)
 
 
@@ -82,11 +86,11 @@ def transpose(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The reference: see the top of this file."""
     spec = checked_transpose(scheme)
+    shapes(codes, scheme, rows, swizzled, offs, padded_offs)
     width = spec.width
     if spec.is_tensorwise:
         laid = codes.view(torch.uint8)[:, :rows]  # few functions take fp8
         if offs is not None and padded_offs is not None:
-            check_groups("transpose", offs, padded_offs)
             laid, _ = lay_out(laid, offs, padded_offs, spread=False)
         laid = torch.nn.functional.pad(laid.t(), (0, -laid.shape[0] % width)).contiguous()
         return laid.view(codes.dtype), scales.clone()

@@ -3,8 +3,8 @@
 transpose of fp8 codes.
 
 A quantizer of fp8 without an amax has two launches: the largest |x| of each thread block, then the
-codes. With an amax it has only the second. Inductor can generate the same of rows, fused with what
-computes x, at the cost of a longer first step (lowering/inductor_kernels).
+codes. With an amax it has only the second. Inductor can generate the rowwise quantizer, too, fused
+with what computes x, at the cost of a longer first step (lowering/inductor_kernels).
 """
 
 import functools
@@ -35,7 +35,7 @@ def why_not(call: QuantizerCall) -> str | None:
     if call.rotated or call.source_scheme is not None or scheme.dequantized:
         return f"transposable.cu makes codes of plain matrices, unlike {call.variant}"
     if call.grouped and call.args["amax"] is None:
-        return "transposable.cu takes the amax of rows in groups, of which it would count others"
+        return "transposable.cu needs an amax for rows in groups: its own counts rows of no group"
     if not (scheme.is_tensorwise or scheme.rceil):
         return f"transposable.cu has squares of MXFP4, scheme {scheme.name} has others"
     return None
@@ -45,7 +45,7 @@ def code_launches(
     source: torch.dtype, rows: bool, columns: bool, has_amax: bool = True, grouped: bool = False
 ) -> list[Launch]:
     """The launches that make codes of fp8 along rows, columns or both, in order. grouped: columns
-    by groups of rows, of an amax."""
+    are made by groups of rows, which needs an amax."""
     first = [] if has_amax else [_launch(source, _LARGEST)]
     return [*first, _launch(source, _CODES, rows, columns, not has_amax, grouped)]
 
@@ -145,7 +145,7 @@ def _extents(
     x: torch.Tensor, size: Sequence[int], spec: Scheme, what: int, laid_out: int
 ) -> tuple[int, tuple[int, ...]]:
     """The tiles of a matrix of this size in x, and the sizes that transposable.cu is given.
-    laid_out: its rows, of groups those of the padded layout."""
+    laid_out: how many rows its columns have, in groups those of the padded layout."""
     (height, width), (rows, columns) = size, _TILES[what]
     across = max(1, ceil_div(width, columns))
     tiles = ceil_div(laid_out, rows) * across

@@ -461,7 +461,7 @@ def test_what_is_left_has_its_reason(why: str) -> None:
 FORWARD = {"quartet2": {"quantize": 4}, "fp8": {"quantize": 4, "amax": 4}}
 BACKWARD = {
     "quartet2": {"quantize": 2, "requantize": 4},  # dy along N, and along each expert's tokens
-    # Both directions of dy at once; x for wgrad, by the global scale that it has; w for dgrad.
+    # Both directions of dy at once; codes of x are transposed in groups, and those of w.
     "fp8": {"quantize": 2, "amax": 2, "transpose": 4},
 }
 

@@ -299,16 +299,17 @@ def test_where_no_child_can_run_it_runs_here(monkeypatch, folder) -> None:
     assert "no torch" in checks.CHECKER._unable
 
 
-def test_a_check_whose_thread_cannot_start_runs_here(monkeypatch, folder) -> None:
+def test_a_check_whose_thread_cannot_start_runs_here(monkeypatch, folder, caplog) -> None:
     """As under a limit of processes. The next time it may start."""
 
     def start(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    with monkeypatch.context() as patched:
+    with monkeypatch.context() as patched, caplog.at_level("INFO", logger="q2compile"):
         patched.setattr(threading.Thread, "start", start)
         checks.begin(request("right", folder))
         assert checks.rejection(request("right", folder)) is None
+        assert "so this one does: can't start new thread" in caplog.text
         assert checks.CHECKER._child is None and runs(folder) == ["right"]
     assert checks.rejection(request("right", folder, name="right")) is None
     assert checks.CHECKER._child is not None and runs(folder) == ["right", "right"]

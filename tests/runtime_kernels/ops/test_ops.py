@@ -22,6 +22,7 @@ from tests.support.pairwise import pairwise
 
 q2 = torch.ops.q2
 SEED = torch.tensor(5)
+ENDS = torch.tensor([4], dtype=torch.int32)
 ONE_ROW = [name for name, s in SCHEMES.items() if s.block[0] == 1]
 # opcheck's test_schema compares inputs with allclose, which float8 does not have.
 CHECKS = ("test_faketensor", "test_aot_dispatch_dynamic", "test_autograd_registration")
@@ -287,6 +288,18 @@ def test_errors():
         (
             lambda x: q2.transpose(x.byte(), x, "nvfp4", 4),
             "takes scales that serve rowwise and columnwise",
+        ),
+        (
+            lambda x: q2.transpose(x.byte(), x, "nvfp4_16x16", 4, False, ENDS, ENDS),
+            "groups of fp8 with both of their ends, not of nvfp4_16x16",
+        ),
+        (
+            lambda x: q2.transpose(x.to(torch.float8_e4m3fn), x, "fp8", 4, False, ENDS),
+            "groups of fp8 with both of their ends",
+        ),
+        (
+            lambda x: q2.transpose(x.byte(), x, "fp8", 4, False, ENDS.long(), ENDS),
+            r"int32 \[E\], alike in each tensor",
         ),
         (lambda x: q2.masked_unrotate(x, x, "h32"), "packed mask"),
         (lambda x: q2.masked_unrotate(x, x.byte(), "rht32"), "has no seed"),

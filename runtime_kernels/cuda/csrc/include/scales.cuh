@@ -15,7 +15,7 @@ struct Operand {
   const float* raw_scale;
   const u32* largest;
   const u64* seed;
-  u8* scales;
+  u8* scales;  // finalize_dequantized.cu: the dequantized elements
   float* global_scale;
   const float* source_global;  // or null: factor of MS-EDEN's raw scales
   const float* other;          // or null: global scale of the other operand of the GEMM
@@ -37,7 +37,7 @@ struct Params {
 };
 static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout in align_scales.py");
 
-// The sums of columns are added up by thread blocks of their own. True for these, once they have done so.
+// The sums of columns are added up by thread blocks of their own. Returns true in these, when they are done.
 Q2_INLINE bool adds_up([[maybe_unused]] const Params& p) {
 #if Q2_SUMS
   if (blockIdx.y >= p.sum_count) return false;
