@@ -80,7 +80,7 @@ MAY_IMPORT = {
     "weight_cache": ["capture", "graph", "linear", "recipes", "report.row"]
     + ["runtime_kernels.numerics", "torch_internals"],
     "report": ["capture", "config", "cost_model", "graph", "linear", "lowering", "passes"]
-    + [*CHOOSING, "recipes", "runtime_kernels.cpu", "runtime_kernels.cuda"]
+    + [*CHOOSING, "recipes", "runtime_kernels.cpu.build", "runtime_kernels.cuda.emulated"]
     + [f"runtime_kernels.{n}" for n in ("ops", "registry", "versions")]
     + ["torch_internals"],
     "report.process_lock": [],

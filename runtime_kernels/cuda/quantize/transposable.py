@@ -44,8 +44,8 @@ def why_not(call: QuantizerCall) -> str | None:
 def code_launches(
     source: torch.dtype, rows: bool, columns: bool, has_amax: bool = True, grouped: bool = False
 ) -> list[Launch]:
-    """The launches that make codes of fp8 along rows, columns or both, in order. grouped: columns
-    are made by groups of rows, which needs an amax."""
+    """The launches that make codes of fp8 along rows, columns or both, in order. grouped: the
+    columns are laid out by groups of rows, which needs an amax."""
     first = [] if has_amax else [_launch(source, _LARGEST)]
     return [*first, _launch(source, _CODES, rows, columns, not has_amax, grouped)]
 

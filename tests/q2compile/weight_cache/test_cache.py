@@ -135,8 +135,8 @@ def step_of_fused(w):
 
 
 def test_micro_batches_share_codes(monkeypatch):
-    """Without another look-up, though the loss of one is alive in the next and not in the first of
-    a step."""
+    """Codes are used again without another look-up, although the loss of one micro-batch is alive
+    in the next one, but not in the first of a step."""
     w = weight()
     optimizer, make = step_of_fused(w), Counting()
     for _ in range(2):  # the second finds the optimizer

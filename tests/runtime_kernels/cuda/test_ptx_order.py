@@ -171,29 +171,36 @@ OF_KERNEL = {
     "align_scales.cu": aligned,
     "finalize_dequantized.cu": finalized,
 }
+OF_HEADER = {"scales.cuh": finalized, "ptx.cuh": aligned}
 
 
 @pytest.mark.parametrize(
     "fault",
-    [f for f in OF_LAUNCHES if Path(f.file).name in OF_KERNEL],
+    [f for f in OF_LAUNCHES if "/csrc/" in f.file and Path(__file__).name in f.tests[0]],
     ids=lambda fault: fault.name,
 )
 def test_faults_in_kernels_are_caught(
     fault: Fault, on_blackwell, monkeypatch, tmp_path: Path
 ) -> None:
     file, text = Path(fault.file).name, ptx.text
-    planted = tmp_path / file
-    planted.write_text(fault.planted((nvrtc.SOURCES / file).read_text()))
+    headers, call, kernel = nvrtc.common_headers(), OF_KERNEL.get(file), Path(file).stem
+    if call is None:
+        call = OF_HEADER[file]
+        kernel = next(Path(name).stem for name, each in OF_KERNEL.items() if each is call)
+        planted = {**headers, file: fault.planted(headers[file])}
+        monkeypatch.setattr(nvrtc, "common_headers", lambda: planted)
+    else:
+        (tmp_path / file).write_text(fault.planted((nvrtc.SOURCES / file).read_text()))
 
     def changed(variant: nvrtc.KernelVariant, architecture: str) -> str:
         if variant.file == file:
-            variant = replace(variant, file=str(planted))
+            variant = replace(variant, file=str(tmp_path / file))
         return text(variant, architecture)
 
     monkeypatch.setattr(ptx, "text", changed)
     ptx.compiled.cache_clear()
     try:
-        with pytest.raises(OrderFault, match=f"{planted.stem}: .* griddepcontrol.wait"):
-            calls.launched(OF_KERNEL[file]())
+        with pytest.raises(OrderFault, match=f"{kernel}: .* griddepcontrol.wait"):
+            calls.launched(call())
     finally:
         ptx.compiled.cache_clear()

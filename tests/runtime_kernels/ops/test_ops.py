@@ -289,18 +289,6 @@ def test_errors():
             lambda x: q2.transpose(x.byte(), x, "nvfp4", 4),
             "takes scales that serve rowwise and columnwise",
         ),
-        (
-            lambda x: q2.transpose(x.byte(), x, "nvfp4_16x16", 4, False, ENDS, ENDS),
-            "groups of fp8 with both of their ends, not of nvfp4_16x16",
-        ),
-        (
-            lambda x: q2.transpose(x.to(torch.float8_e4m3fn), x, "fp8", 4, False, ENDS),
-            "groups of fp8 with both of their ends",
-        ),
-        (
-            lambda x: q2.transpose(x.byte(), x, "fp8", 4, False, ENDS.long(), ENDS),
-            r"int32 \[E\], alike in each tensor",
-        ),
         (lambda x: q2.masked_unrotate(x, x, "h32"), "packed mask"),
         (lambda x: q2.masked_unrotate(x, x.byte(), "rht32"), "has no seed"),
         (lambda x: q2.masked_unrotate(x, x.byte(), "h32"), "with a mask of"),
@@ -308,6 +296,20 @@ def test_errors():
     ]:
         with pytest.raises((ValueError, AssertionError), match=said):
             call(torch.randn(4, 32))
+
+
+def test_groups_of_codes_are_checked():
+    codes, scales = torch.randn(4, 32).byte(), torch.randn(4, 2)
+    both, alike = "groups of fp8 with both of their ends", r"int32 \[E\], alike in each tensor"
+    for scheme, offs, padded_offs, said in (
+        ("nvfp4_16x16", ENDS, ENDS, both),
+        ("fp8", ENDS, None, both),
+        ("fp8", None, ENDS, both),
+        ("fp8", ENDS.long(), ENDS, alike),
+        ("fp8", ENDS, ENDS.repeat(2), alike),
+    ):
+        with pytest.raises(AssertionError, match=said):
+            q2.transpose(codes, scales, scheme, 4, False, offs, padded_offs)
 
 
 def test_a_named_kernel_is_that_kernel_or_an_error():
