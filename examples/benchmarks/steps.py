@@ -356,8 +356,8 @@ def in_fp8(args: Namespace) -> Iterator[Row]:
 
 
 def moe_in_fp8(args: Namespace) -> list[Row]:
-    in_fp8 = {"backend": "quartet2", "options": {"recipe": "fp8"}}
-    ways: dict[str, dict[str, Any]] = {"inductor": {}, "fp8": in_fp8}
+    ours = {"backend": "quartet2", "options": {"recipe": "fp8"}}
+    ways: dict[str, dict[str, Any]] = {"inductor": {}, "fp8": ours}
     steps = {name: make() for name, make in _moe_steps(ways).items()}
     times = in_turns(steps, calls=2)
     return [over_bf16("fp8_moe_step", times["fp8"], times["inductor"], TIMES)]
