@@ -11,6 +11,8 @@ peak memory. Models, of workloads.py, under bf16 autocast except for moe:
     30m_graphs   the 30M Llama of examples/pretraining, 64 x 512 tokens, mode="reduce-overhead"
     30m_8x512    the same with 8 x 512 tokens and without CUDA graphs: the host is the limit
     moe          Qwen3-MoE, 4 layers of 64 experts, 4 x 2048 tokens, bf16 parameters
+
+The recipe is quartet2. Pass unrotate_in_gemm, of recipe quartet, matches only on a Blackwell.
 """
 
 from __future__ import annotations
@@ -62,11 +64,6 @@ LEFT_OUT: dict[str, Options] = {
     "dequantize_operands": _without("dequantize_operands"),
     "fuse_rotations": {"fuse_rotations": False},
 }
-# Passes for trust masks, which recipe `quartet` has.
-MASKED: dict[str, Options] = {
-    "unrotate_in_gemm": _without("unrotate_in_gemm"),
-    "recompute_mask": _without("recompute_mask"),
-}
 EXPERTS: dict[str, Options] = {
     name: LEFT_OUT[name] for name in ("group_launches", "share_rotations", "dequantize_operands")
 } | {
@@ -99,52 +96,44 @@ def left_out(
     args: Namespace,
     name: str,
     make: Callable[[], tuple[nn.Module, torch.Tensor]],
-    ways: Mapping[str, Mapping[str, Options]],
+    options: Mapping[str, Options] = LEFT_OUT,
     mode: str | None = None,
     autocast: bool = True,
 ) -> list[Row]:
-    """Rows of one model. ways: recipe -> what is left out."""
+    """Rows of one model. options: what is left out, by the name of its row."""
     torch._dynamo.reset()
     dynamo_config.recompile_limit = 64  # beyond it a model runs in eager
     model, tokens = make()
-    rows: list[Row] = []
-    for recipe, options in ways.items():
-        steps, peaks = {}, {}
-        for way, changed in {"all": {}, **options}.items():
-            given = {"recipe": recipe, **changed, **({"mode": mode} if mode else {})}
-            step = training_step(
-                model, tokens, autocast=autocast, backend="quartet2", options=given
-            )
-            step()
-            gc.collect()
-            steps[way], peaks[way] = step, peak_gib(step)
-        times = in_turns(steps, rounds=10, calls=2)
-        rows += [
-            {
-                "name": f"without {way}, {name}",
-                "ratio": round(times[way] / times["all"], 3),
-                "unit": "steps with all",
-                "milliseconds": round(times[way], 2),
-                "peak_ratio": round(peaks[way] / peaks["all"], 3),
-            }
-            for way in options
-        ]
-    return rows
+    steps, peaks = {}, {}
+    for way, changed in {"all": {}, **options}.items():
+        given = {**changed, **({"mode": mode} if mode else {})}
+        step = training_step(model, tokens, autocast=autocast, backend="quartet2", options=given)
+        step()
+        gc.collect()
+        steps[way], peaks[way] = step, peak_gib(step)
+    times = in_turns(steps, rounds=10, calls=2)
+    return [
+        {
+            "name": f"without {way}, {name}",
+            "ratio": round(times[way] / times["all"], 3),
+            "unit": "steps with all",
+            "milliseconds": round(times[way], 2),
+            "peak_ratio": round(peaks[way] / peaks["all"], 3),
+        }
+        for way in options
+    ]
 
 
 def _rows_of(name: str, **more: Any) -> Benchmark:
     return Benchmark(partial(left_out, name=name, **more), "passes.json")
 
 
-_BOTH = {"quartet2": LEFT_OUT, "quartet": MASKED}
 BENCHMARKS = {
-    "llama": _rows_of("llama", make=_llama, ways=_BOTH),
-    "8b": _rows_of("8b", make=_large_llama, ways={"quartet2": LEFT_OUT}),
-    "30m_graphs": _rows_of(
-        "30m_graphs", make=partial(_small_llama, 64), ways=_BOTH, mode="reduce-overhead"
-    ),
-    "30m_8x512": _rows_of("30m_8x512", make=partial(_small_llama, 8), ways={"quartet2": LEFT_OUT}),
-    "moe": _rows_of("moe", make=_experts, ways={"quartet2": EXPERTS}, autocast=False),
+    "llama": _rows_of("llama", make=_llama),
+    "8b": _rows_of("8b", make=_large_llama),
+    "30m_graphs": _rows_of("30m_graphs", make=partial(_small_llama, 64), mode="reduce-overhead"),
+    "30m_8x512": _rows_of("30m_8x512", make=partial(_small_llama, 8)),
+    "moe": _rows_of("moe", make=_experts, options=EXPERTS, autocast=False),
 }
 
 

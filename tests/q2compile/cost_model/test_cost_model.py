@@ -235,13 +235,13 @@ def test_gemms_of_mxfp4_are_fp8s_on_a_hopper():
 
 @pytest.mark.parametrize("capability, kind", [(8, "bf16"), (HOPPER, "grouped fp8"), (10, "bf16")])
 def test_experts_in_fp8_have_torchs_grouped_product_on_a_hopper(capability, kind):
-    """It is slower than BF16's there. Elsewhere operands are dequantized for BF16's."""
+    """Elsewhere operands are dequantized for BF16's."""
     layer = Layer(T, N, K, experts=4, grouped=True, capability=capability)
     found = {s.what: s.kind for s in recipe_steps(resolve("fp8"), layer, ALL)}
     assert [found[name] for name in ALL] == [kind] * 3
     assert ("dequantize dy" in found) == (kind == "bf16")
     over_bf16 = H200.gemms["grouped fp8"].reached.middle / H200.gemms["bf16"].reached.middle
-    assert over_bf16 == pytest.approx(12.07 / 26.37, abs=0.03)  # as measured (devices.py)
+    assert over_bf16 == pytest.approx(2.66 / 1.99, abs=0.1)  # as measured (devices.py)
 
 
 def speeds(*shape, recipe=QUARTET2, **options):

@@ -95,7 +95,7 @@ def by_torchs_rules(seen: list[str]):
         out = meta_scaled_grouped_mm(
             a, b, scale_a, scale_b, offs, None, None, out_dtype, use_fast_accum
         )
-        assert not use_fast_accum and a.shape[-1] % 16 == 0
+        assert use_fast_accum and a.shape[-1] % 16 == 0
         assert b.shape[-2] % 16 == b.shape[-1] % 16 == 0
         spans = list(itertools.pairwise([0, *offs.tolist()]))
         out = torch.full(out.shape, torch.nan, dtype=out_dtype)
@@ -174,9 +174,9 @@ def test_what_is_left_to_the_reference_has_its_reason(what) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("gemm, size, routing", pairwise(GEMMS, [(N, K), (768, 2048)], ROUTINGS))
 def test_a_hopper_multiplies_them(gemm, size, routing) -> None:
-    """The error of rounding a result to bf16 once is .00166 of its norm, and so is that of sums on
-    FP8 tensor cores (KERNEL_LOG.md). The smallest results have 48 elements, so half as much more is
-    allowed. Nothing is left in gradients of empty groups and in rows of no group."""
+    """The error of rounding a result to bf16 once is .00166 of its norm, and .0017 to .0021 with fast
+    accumulation (KERNEL_LOG.md). The smallest results have 48 elements, so a fifth more is allowed.
+    Nothing is left in gradients of empty groups and in rows of no group."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("torch has the kernel for compute capability 9.0")
     args = arguments(gemm, routing, *size)
