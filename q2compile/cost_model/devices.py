@@ -99,9 +99,9 @@ class Device:
 # Blackwells: 1860 TFLOP/s by _scaled_mm on a B200 at 4096 (github.com/pytorch/helion/pull/2756,
 # 2026-06-11), where BF16 reaches 1380; 1.94 times on an RTX 5090 (vllm/pull/34424, 2026-02).
 _FP8_OVER_BF16, _FP8_OVER_BF16_BLACKWELL = Range(1.66, 1.74), Range(1.35, 1.95)
-# Grouped, on one H200 (torch 2.11, _scaled_grouped_mm with fast accumulation, 2026-11-29). The GEMMs
-# of two stacks of 64 experts, 2048 x 1536 and 768 x 2048, take .75 of grouped_mm's time in BF16 (1.99
-# and 2.66 ms) with 1024 rows each; .77 with uneven groups; with 256 rows .85, with 4096 .73.
+# Grouped, on one H200 (torch 2.11, _scaled_grouped_mm with fast accumulation, 2026-11-29). GEMMs of
+# 64 experts of 1024 rows, 2048 x 1536 and 768 x 2048, take .75 of grouped_mm's time in BF16 (1.99
+# and 2.66 ms), uneven groups .77, 256 rows .85, 4096 rows .73.
 _GROUPED_FP8_OVER_BF16 = Range(1.18, 1.37)
 
 

@@ -174,9 +174,9 @@ def test_what_is_left_to_the_reference_has_its_reason(what) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("gemm, size, routing", pairwise(GEMMS, [(N, K), (768, 2048)], ROUTINGS))
 def test_a_hopper_multiplies_them(gemm, size, routing) -> None:
-    """The error of rounding a result to bf16 once is .00166 of its norm, and .0017 to .0021 with fast
-    accumulation (KERNEL_LOG.md). The smallest results have 48 elements, so a fifth more is allowed.
-    Nothing is left in gradients of empty groups and in rows of no group."""
+    """The error of rounding a result to bf16 once is .00166 of its norm, and .0017 to .0021 with
+    fast accumulation (KERNEL_LOG.md). The smallest results have 48 elements, so a fifth more is
+    allowed. Nothing is left in gradients of empty groups and in rows of no group."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("torch has the kernel for compute capability 9.0")
     args = arguments(gemm, routing, *size)
