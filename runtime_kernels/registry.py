@@ -33,7 +33,6 @@ from q2compile.runtime_kernels.choice import (
     kernel_named,
     kernels,
     kind_of_call,
-    nothing,
 )
 from q2compile.runtime_kernels.kernel_states import (
     AWAITED,
@@ -71,7 +70,6 @@ def define(
     *,
     fake: Callable,
     tags: Sequence[torch.Tag] = (),
-    prepare: Callable[..., None] = nothing,
 ) -> Callable[[Callable], Callable]:
     """Decorator of a reference: makes torch.ops.q2.<name> from a schema, with a fake that must hold
     for symbolic shapes.
@@ -100,7 +98,7 @@ def define(
     LIBRARY.define(schema, tags=(*own, *tags))
     LIBRARY.impl(name, call, "CompositeExplicitAutograd")
     LIBRARY.impl(name, call_fake, "Meta")
-    return kernel(name, REFERENCE, prepare=prepare)
+    return kernel(name, REFERENCE)
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
