@@ -202,16 +202,7 @@ def ops() -> tuple[str, ...]:
 
 def kind_of_call(kernel: Kernel, args: Sequence) -> Hashable:
     """A key that is equal for the calls that a kernel is rejected for at once."""
-    return (
-        kernel.op,
-        kernel.name,
-        *(
-            (a.device, a.dtype, *map(str, a.shape), *map(str, a.stride()))
-            if isinstance(a, torch.Tensor)
-            else str(a)
-            for a in _flat(args)
-        ),
-    )
+    return kernel.op, kernel.name, str([*map(_descriptor, args)])  # a symbol has no hash
 
 
 def device_of(args: Sequence) -> torch.device:
