@@ -12,17 +12,9 @@ import torch
 
 from q2compile.runtime_kernels.cuda.calls import cuda_kernel, load
 from q2compile.runtime_kernels.cuda.gemm.grouped_mm import grouped_mm, prepare_grouped, unserved
-from q2compile.runtime_kernels.cuda.gemm.operands import without_contraction
 from q2compile.runtime_kernels.cuda.other_ops import dequantize, dequantize_launches
 from q2compile.runtime_kernels.numerics.swizzle import plain_scales
-from q2compile.runtime_kernels.ops.gemm import (
-    Factor,
-    alpha_of,
-    checked_gemm,
-    factors_of,
-    finished,
-    has_pow2_scales,
-)
+from q2compile.runtime_kernels.ops.gemm import Factor, factors_of, product
 from q2compile.runtime_kernels.ops.grouped_gemm import grouped_product
 from q2compile.runtime_kernels.ops.table import GROUPED_GEMM
 from q2compile.runtime_kernels.registry import CUDA_BF16
@@ -40,19 +32,8 @@ def prepare_operands(*args: Any) -> None:
 
 @cuda_kernel("gemm", CUDA_BF16, prepare=prepare_operands)
 def gemm_bf16(*args: Any) -> torch.Tensor:
-    """See ops/gemm.py."""
-    (a, b), (bias, *_, dtype) = checked_gemm(args), args[6:]
-    if (empty := without_contraction(a, b, bias, dtype)) is not None:
-        return empty
-    is_scaled = has_pow2_scales(a, b)
-    left, right = (dequantized(each, is_scaled) for each in (a, b))
-    if is_scaled and dtype == torch.bfloat16:
-        if bias is None:
-            return left @ right.t()
-        if bias.dtype == dtype:  # added to the fp32 sums
-            return torch.addmm(bias, left, right.t())
-    out = torch.mm(left, right.t(), out_dtype=torch.float32)
-    return finished(out, None if is_scaled else alpha_of(a, b), bias, dtype)
+    """See ops/gemm.py, whose product this is."""
+    return product(args, lambda factor, _: dequantized(factor, factor.global_scale is not None))
 
 
 def dequantized(factor: Factor, is_scaled: bool) -> torch.Tensor:
