@@ -8,7 +8,7 @@ at last the torch reference, which serves every call.
 
 `select` returns one implementation by name, and never another in its place.
 
-A kernel may fail while it is prepared, in its self-check or when it runs. Then it is rejected for
+A kernel may fail in its self-check or when it runs. Then it is rejected for
 calls of that kind, with a KernelWarning, and the next one serves them. A kernel that the user has
 disabled never runs (kernel_states.py).
 """
@@ -230,20 +230,6 @@ def kernel(op: str, name: str, **parts: Any) -> Callable[[Callable], Callable]:
         return function
 
     return register
-
-
-def warm_up(op: str, args: Sequence) -> None:
-    """Compiles and loads what op will launch on these arguments (tensors may be fake), so that
-    nothing is left to be loaded inside a CUDA graph capture."""
-    while True:
-        chosen = choose(op, args).kernel
-        try:
-            chosen.prepare(*args)
-            return
-        except Exception as error:
-            if chosen.name == REFERENCE or not kernels_own(error, op, chosen.name, device_of(args)):
-                raise  # there is no kernel after the reference
-            reject(chosen, args, error)
 
 
 def select(op: str, args: Sequence, name: str) -> Callable:

@@ -272,18 +272,6 @@ def plan(product: GemmKind, wanted: Sequence[int] | None = None) -> Plan:
     return found
 
 
-def ready(product: GemmKind) -> None:
-    """Loads all that the first call would load; sizes may be symbolic.
-
-    Raises:
-        LaunchError: cuBLASLt is not there, or has no algorithm for this.
-    """
-    with torch.cuda.device(product.device):
-        handle(product.device)
-        if all(isinstance(size, int) and size for size in product[1:4]) and product not in PLANS:
-            plan(product)
-
-
 def _call(function: str, *args) -> None:
     status = getattr(library(), f"cublasLt{function}")(*args)
     if status:

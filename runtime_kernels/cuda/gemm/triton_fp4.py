@@ -43,11 +43,7 @@ def unserved(index: int) -> str | None:
     return why_no_dot_scaled(capability_of(index), triton_version())
 
 
-def _prepare(*args: Any) -> None:
-    swizzle.prepare(args[0].device.index, *args[7:9])
-
-
-@cuda_kernel(GEMM, TRITON_FP4, _why_not, _prepare)
+@cuda_kernel(GEMM, TRITON_FP4, _why_not)
 def gemm_triton(*args: Any) -> torch.Tensor:
     """See ops/gemm.py."""
     return _gemm(GEMM, args, bias=args[6])
@@ -59,7 +55,7 @@ def _why_no_unrotation(*args: Any) -> str | None:
     return _why_not(*args)
 
 
-@cuda_kernel(GEMM_MASKED_UNROTATE, TRITON_FP4, _why_no_unrotation, _prepare)
+@cuda_kernel(GEMM_MASKED_UNROTATE, TRITON_FP4, _why_no_unrotation)
 def gemm_masked_unrotate_triton(*args: Any) -> torch.Tensor:
     """See ops/gemm_masked_unrotate.py."""
     transform = get_transform(args[9])
