@@ -19,7 +19,7 @@ which reads the value before it is rounded to dtype, as in any other fusion."""
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -90,8 +90,7 @@ def product(call: OpCall) -> Any:
     if not is_emulated(V.current_node):
         return launch(call)
     _, _, a_global, _, _, b_global, bias, a_scheme, b_scheme, dtype = call.bound
-    left, right = operands(V.current_node)
-    a, b = left.gathered(), right.gathered()
+    a, b = _operands(V.current_node)
     b = lowerings[_aten.permute.default](b, [1, 0])
     # Global scales that are not part of a dequantized operand.
     scales = [
@@ -128,10 +127,9 @@ def grouped_product(call: OpCall) -> Any:
     if not is_emulated(V.current_node):
         return launch(call)
     *_, offs, _, _, gemm, _ = call.bound
-    a, b = operands(V.current_node)
+    a, b = _operands(V.current_node)
     multiply = fallback_handler(torch.ops.q2.grouped_mm.default, add_to_fallback_set=False)
-    second = _as_grouped(b.gathered(), gemm, offs.get_size()[0])
-    out = multiply(a.gathered(), second, offs)
+    out = multiply(a, _as_grouped(b, gemm, offs.get_size()[0]), offs)
     if gemm != "wgrad":
         return out
     groups, rows, columns = out.get_size()
@@ -149,48 +147,32 @@ def _as_grouped(b: Any, gemm: str, groups: Any) -> Any:
     return permute(view(b, [rows, groups, FloorDiv(columns, groups)]), [1, 2, 0])
 
 
-class GemmOperand(NamedTuple):
-    """An operand of a GEMM, dequantized.
-
-    box     [rows, contraction]
-    codes   the node of its codes
-    gather  the q2.gather_rows of the rows that the GEMM multiplies; None if it multiplies all
-    """
-
-    box: Any
-    codes: fx.Node
-    gather: fx.Node | None
-
-    def gathered(self) -> Any:
-        """The rows that the GEMM multiplies, gathered once for all its readers."""
-        if self.gather is None:
-            return self.box
-        state, key = lowering_state(), (self.codes, self.gather)
-        if key not in state.gathered:
-            *_, rows = state.ungathered[self.gather]
-            state.gathered[key] = gathered(self.box, rows)
-        return state.gathered[key]
-
-
-def operands(gemm: fx.Node) -> list[GemmOperand]:
-    """Both operands of the emulated GEMM that is lowered: dequantized once, and not gathered."""
+def _operands(gemm: fx.Node) -> list[Any]:
+    """Both operands of the emulated GEMM that is lowered, [rows, contraction]."""
     return [_operand(gemm, first, at) for first, at in OPERANDS]
 
 
-def _operand(gemm: fx.Node, first: int, at: int) -> GemmOperand:
-    """An operand. first, at: positions of its codes and its scheme."""
-    known = lowering_state().dequantized
+def _operand(gemm: fx.Node, first: int, at: int) -> Any:
+    """An operand, dequantized once for all GEMMs that read it, and its rows gathered once for all
+    that read these. first, at: positions of its codes and its scheme."""
+    state, lowered = lowering_state(), cast(Any, V.graph.env)
     node, scales_node, global_scale_node = ungathered(gemm, first)
-    gather, lowered = gather_of(gemm.args[first]), cast(Any, V.graph.env)
-    if node not in known:
-        if gather is None:
-            codes, scales = lowered[node], lowered[scales_node]
-        else:  # which may have been the last to read them
-            codes, scales, _ = lowering_state().ungathered[gather]
+    gather, rows = gather_of(gemm.args[first]), None
+    if gather is None:
+        codes, scales = lowered.get(node), lowered.get(scales_node)
+    else:  # which may have been the last to read them
+        codes, scales, rows = state.ungathered[gather]
+    if node not in state.dequantized:
         scheme = str(gemm.args[at])
-        spec, known[node] = get_scheme(scheme), codes
+        spec, state.dequantized[node] = get_scheme(scheme), codes
         if not spec.dequantized:
             factor = lowered.get(global_scale_node) if spec.has_pow2_scale else None
             how = scheme, 2 * codes.get_size()[1], torch.bfloat16
-            known[node] = launches_of(torch.ops.q2.dequantize.default, codes, scales, factor, *how)
-    return GemmOperand(known[node], node, gather)
+            state.dequantized[node] = launches_of(
+                torch.ops.q2.dequantize.default, codes, scales, factor, *how
+            )
+    if gather is None:
+        return state.dequantized[node]
+    if (node, gather) not in state.gathered:
+        state.gathered[node, gather] = gathered(state.dequantized[node], rows)
+    return state.gathered[node, gather]

@@ -19,6 +19,5 @@ cuda/         CUDA kernels and GEMMs behind some of the ops
 from q2compile.runtime_kernels import ops  # isort: skip
 from q2compile.runtime_kernels import cpu  # isort: skip
 from q2compile.runtime_kernels import cuda  # isort: skip
-from q2compile.runtime_kernels.registry import warm_up  # isort: skip
 
-__all__ = ["cpu", "cuda", "ops", "warm_up"]
+__all__ = ["cpu", "cuda", "ops"]

@@ -49,8 +49,6 @@ class Kernel:
     function, and the callables after it, are called with all of the op's arguments, in the order of
         its schema.
     unsupported: None if the kernel serves the arguments, otherwise the reason in words.
-    prepare: compiles and loads the kernels that a call with such arguments, whose tensors may be
-        fake, will launch.
     launching: how generated code enqueues the launches of the kernel without torch's dispatcher
         (cuda/calls.py); None where that is not possible.
     is_generated: it is a part of the code of a compiled graph, and there is no function. An InGraph
@@ -64,7 +62,6 @@ class Kernel:
     device_type: str | None = None
     function: Callable = nothing
     unsupported: Callable[..., str | None] = nothing
-    prepare: Callable[..., None] = nothing
     launching: Any = None
     is_generated: bool = False
     check: Callable[..., Request | None] = nothing
@@ -202,16 +199,7 @@ def ops() -> tuple[str, ...]:
 
 def kind_of_call(kernel: Kernel, args: Sequence) -> Hashable:
     """A key that is equal for the calls that a kernel is rejected for at once."""
-    return (
-        kernel.op,
-        kernel.name,
-        *(
-            (a.device, a.dtype, *map(str, a.shape), *map(str, a.stride()))
-            if isinstance(a, torch.Tensor)
-            else str(a)
-            for a in _flat(args)
-        ),
-    )
+    return kernel.op, kernel.name, str([*map(_descriptor, args)])  # a symbol has no hash
 
 
 def device_of(args: Sequence) -> torch.device:

@@ -8,7 +8,7 @@ at last the torch reference, which serves every call.
 
 `select` returns one implementation by name, and never another in its place.
 
-A kernel may fail while it is prepared, in its self-check or when it runs. Then it is rejected for
+A kernel may fail in its self-check or when it runs. Then it is rejected for
 calls of that kind, with a KernelWarning, and the next one serves them. A kernel that the user has
 disabled never runs (kernel_states.py).
 """
@@ -33,7 +33,6 @@ from q2compile.runtime_kernels.choice import (
     kernel_named,
     kernels,
     kind_of_call,
-    nothing,
 )
 from q2compile.runtime_kernels.kernel_states import (
     AWAITED,
@@ -71,7 +70,6 @@ def define(
     *,
     fake: Callable,
     tags: Sequence[torch.Tag] = (),
-    prepare: Callable[..., None] = nothing,
 ) -> Callable[[Callable], Callable]:
     """Decorator of a reference: makes torch.ops.q2.<name> from a schema, with a fake that must hold
     for symbolic shapes.
@@ -100,7 +98,7 @@ def define(
     LIBRARY.define(schema, tags=(*own, *tags))
     LIBRARY.impl(name, call, "CompositeExplicitAutograd")
     LIBRARY.impl(name, call_fake, "Meta")
-    return kernel(name, REFERENCE, prepare=prepare)
+    return kernel(name, REFERENCE)
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
@@ -232,20 +230,6 @@ def kernel(op: str, name: str, **parts: Any) -> Callable[[Callable], Callable]:
         return function
 
     return register
-
-
-def warm_up(op: str, args: Sequence) -> None:
-    """Compiles and loads what op will launch on these arguments (tensors may be fake), so that
-    nothing is left to be loaded inside a CUDA graph capture."""
-    while True:
-        chosen = choose(op, args).kernel
-        try:
-            chosen.prepare(*args)
-            return
-        except Exception as error:
-            if chosen.name == REFERENCE or not kernels_own(error, op, chosen.name, device_of(args)):
-                raise  # there is no kernel after the reference
-            reject(chosen, args, error)
 
 
 def select(op: str, args: Sequence, name: str) -> Callable:

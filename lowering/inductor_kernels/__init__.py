@@ -5,7 +5,7 @@ what lowering may.
 quantize.py       what emits the quantizer
 rows.py           supported calls, and which of them use this instead of a CUDA kernel
 selfcheck.py      the first use on a machine: a small graph, compared with the reference
-rounding.py       rounding rules in Inductor's `ops`; nvfp4.py, fp8.py those of each format
+nvfp4.py, fp8.py  the rounding rules of each format
 blocks.py         a matrix in blocks
 tile_config.py    tile sizes
 fp32.py           fp32 arithmetic by its bits

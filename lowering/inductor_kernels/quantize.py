@@ -14,7 +14,7 @@ from q2compile.lowering import launches
 from q2compile.lowering.inductor_kernels import fp8, nvfp4
 from q2compile.lowering.inductor_kernels.blocks import ReducedBlocks
 from q2compile.lowering.inductor_kernels.fusion_gain import ComputedOperand
-from q2compile.lowering.inductor_kernels.rounding import Quantized
+from q2compile.lowering.inductor_kernels.nvfp4 import Quantized
 from q2compile.lowering.member import OpCall
 from q2compile.runtime_kernels.ops.table import QuantizerCall
 

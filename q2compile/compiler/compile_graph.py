@@ -169,8 +169,8 @@ def _compiled(
     if watcher is not None:  # a cache hit would skip the passes, and with them what is to be shown
         settings["fx_graph_cache"] = False
         on_code = watcher.output_code
-        return inductor_compile(gm, example_inputs, settings, on_code, _checked, passes.end)
-    return inductor_compile(gm, example_inputs, settings, None, _checked, passes.end)
+        return inductor_compile(gm, example_inputs, settings, on_code, _checked, passes.forget)
+    return inductor_compile(gm, example_inputs, settings, None, _checked, passes.forget)
 
 
 def _compiled_form(config: Config, gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -181,7 +181,7 @@ def _compiled_form(config: Config, gm: fx.GraphModule, inputs: list[Any]) -> Cal
         return aot_eager_compile(gm, inputs, lambda g: passes(g.graph), within=patched)
     lowering.register()
     settings = {**_settings(config), **pass_slot(passes), "triton.cudagraphs": False}
-    return inductor_compile(gm, inputs, settings, within=_checked, on_end=passes.end)
+    return inductor_compile(gm, inputs, settings, within=_checked, on_again=passes.forget)
 
 
 @contextmanager

@@ -13,12 +13,9 @@ from q2compile.compiler.instrumentation import Instrumentation
 from q2compile.compiler.pass_runner import Fault, PassRunner, module_of
 from q2compile.compiler.watcher import Watcher
 from q2compile.config import Config, resolved_policy
-from q2compile.graph.nodes import device_of, name_of, q2_nodes, values
+from q2compile.graph.nodes import device_of, q2_nodes
 from q2compile.passes import PassConditions
 from q2compile.passes.verify import check_spec
-from q2compile.runtime_kernels.choice import ops
-from q2compile.runtime_kernels.kernel_states import AWAITED
-from q2compile.runtime_kernels.registry import bound, warm_up
 from q2compile.torch_internals.aot_autograd import graph_kind
 
 _MEASURED = 9  # major compute capability of the GPUs on which fuse_rotations="auto" fuses
@@ -59,7 +56,6 @@ class PostGradPasses(PassRunner):
         super().__init__(config, [], first, fault)
         self.watcher = watcher
         self.insertion = insertion
-        self._unloaded: list[fx.Graph] = []  # whose kernels are still to be checked
 
     def __call__(self, graph: fx.Graph) -> None:
         if self.first is not None:
@@ -81,22 +77,11 @@ class PostGradPasses(PassRunner):
         if self.insertion is not None:
             self.running = "telemetry"
             self.insertion(graph, kind)
-        if AWAITED.get() is not None:
-            self._unloaded.append(graph)
-            return
-        self.running = "the loading of kernels"
-        _load_kernels(graph)
 
-    def end(self, gm: fx.GraphModule, again: bool) -> None:
-        """Inductor has compiled a graph, and its kernels are checked. Loads them, unless the graph
-        is compiled again: then it also gets other records."""
-        kind, graphs = graph_kind(gm.graph), list(self._unloaded)
-        self._unloaded.clear()
-        if again:
-            self.records[:] = [record for record in self.records if record.graph != kind]
-            return
-        for graph in graphs:
-            _load_kernels(graph)
+    def forget(self, gm: fx.GraphModule) -> None:
+        """A graph is compiled again, and gets other records."""
+        kind = graph_kind(gm.graph)
+        self.records[:] = [record for record in self.records if record.graph != kind]
 
     def wanted(self, graph: fx.Graph) -> PassConditions:
         device = next((device_of(node.all_input_nodes[0]) for node in q2_nodes(graph)), None)
@@ -123,13 +108,3 @@ def fuses_rotations(config: Config, device: torch.device | None) -> bool:
     if device is None or device.type != "cuda" or config.inner == "eager":
         return False
     return torch.cuda.get_device_capability(device)[0] == _MEASURED
-
-
-def _load_kernels(graph: fx.Graph) -> None:
-    """Compiles and loads what the graph's ops will launch, now rather than at their first call,
-    which may be inside a CUDA graph capture. Triton ends the process if it can't compile a kernel
-    for a GPU, so a kernel is checked before."""
-    for node in q2_nodes(graph):
-        name = name_of(node.target)
-        if name in ops():
-            warm_up(name, values(bound(name, node.args, node.kwargs)))

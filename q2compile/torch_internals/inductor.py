@@ -88,7 +88,7 @@ def inductor_compile(
     settings: Mapping[str, Any],
     on_output_code: Callable[[fx.GraphModule, str], None] | None = None,
     within: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    on_end: Callable[[fx.GraphModule, bool], None] = lambda graph, again: None,
+    on_again: Callable[[fx.GraphModule], None] = lambda graph: None,
 ) -> Callable[..., Any]:
     """Inductor's compile_fx under ``settings``, never touching its global config.
 
@@ -98,7 +98,7 @@ def inductor_compile(
         in its first call, long after this function has returned and maybe in another thread. Both
         go through inner_compile, around which compile_fx itself puts its config for that reason.
         If what it yields is not empty at the end, the graph is compiled again.
-    on_end: called with each graph, and whether it is compiled again.
+    on_again: called with a graph that is compiled again.
     """
     from torch._guards import TracingContext
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -117,9 +117,9 @@ def inductor_compile(
                     raise own from own.__cause__
                 if not rejected:
                     raise
-            on_end(graph, bool(rejected))
             if not rejected:
                 break
+            on_again(graph)
             graph = as_it_came()
             if (context := TracingContext.try_get()) and context.output_strides:
                 context.output_strides.clear()  # of the code that is not used

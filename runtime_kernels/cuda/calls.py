@@ -23,7 +23,6 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from q2compile.runtime_kernels.choice import device_of, nothing
 from q2compile.runtime_kernels.cuda import recent_launches
@@ -34,11 +33,15 @@ from q2compile.runtime_kernels.cuda.jit.launch import (
     unsupported,
     wait,
 )
-from q2compile.runtime_kernels.kernel_states import ONE_MULTIPROCESSOR, assumed_capability
+from q2compile.runtime_kernels.kernel_states import (
+    ONE_MULTIPROCESSOR,
+    assumed_capability,
+    on_one_multiprocessor,
+)
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.ops.table import QUANTIZE, TRANSPOSE
 from q2compile.runtime_kernels.registry import CUDA, kernel
-from q2compile.runtime_kernels.selfcheck import apart, check_of, moved_to
+from q2compile.runtime_kernels.selfcheck import apart, check_of
 from q2compile.runtime_kernels.small_calls import places_of_schemes
 
 _MOST_BOUND_CALLS = 4096  # for a program whose shapes never repeat
@@ -216,34 +219,27 @@ class Launching:
     """How an op runs as launches of our kernels.
 
     plan: from the op's arguments, in the layouts that it requires, to the LaunchPlan.
-    launches: the kernels that a call launches. Tensors among its arguments may be fake. For a size
-        that is not known: the kernels for any size.
     layouts_of: from the op's arguments to the layouts that tensors among them must have, by
         position; or a dictionary, where they are always the same.
     """
 
     plan: Callable[..., LaunchPlan]
-    launches: Callable[..., Iterable[Launch]]
     layouts_of: dict[int, OperandLayout] | Callable[..., dict[int, OperandLayout]]
 
     def layouts(self, *args: Any) -> dict[int, OperandLayout]:
         """The layouts that arguments must have, by position."""
         return self.layouts_of(*args) if callable(self.layouts_of) else self.layouts_of
 
-    def prepare(self, *args: Any) -> None:
-        """Compiles and loads the kernels that a call with such arguments, which may be fake, will
-        launch."""
-        load(self.launches(*args), tensors_of(args)[0].device.index)
-
-    def launches_of(self, cases: Iterable[Sequence[Any]], device: torch.device) -> list[Launch]:
-        """The launches that calls with such arguments, which are on the CPU, may make on a GPU."""
-        with apart(torch.device("cpu")), FakeTensorMode(allow_non_fake_inputs=True):
-            on_gpu = (moved_to(device, args) for args in cases)
-            return [each for args in on_gpu for each in self.launches(*args)]
+    def launches_of(self, cases: Iterable[Sequence[Any]]) -> list[Launch]:
+        """The launches of calls with such arguments, which may be on the CPU: then those that the
+        current GPU would get. They do not depend on its number of multiprocessors."""
+        with apart(torch.device("cpu")), on_one_multiprocessor():
+            plans = [self.plan(*self.in_layout(args)) for args in cases]
+        return [step.launch for plan in plans for step in plan.steps]
 
     def begin_compiling(self, cases: Iterable[Sequence[Any]], device: torch.device) -> list[Future]:
         """Threads that compile the kernels of such calls."""
-        return begin_compiling(self.launches_of(cases, device), device.index)
+        return begin_compiling(self.launches_of(cases), device.index)
 
     def bind(
         self,
@@ -296,12 +292,6 @@ def on_device(index: int) -> AbstractContextManager[Any]:
     return _HERE if index == torch._C._cuda_getDevice() else torch.cuda.device(index)
 
 
-def load(launches: Iterable[Launch], index: int) -> None:
-    """Compiles and loads kernels on CUDA device `index`, unless they are loaded."""
-    for launch in launches:
-        launch.warm_up(index)
-
-
 def tensors_of(args: Sequence[Any]) -> list[torch.Tensor]:
     return [a for a in args if isinstance(a, torch.Tensor)]
 
@@ -310,7 +300,6 @@ def cuda_kernel(
     op: str,
     name: str,
     why_not: Callable[..., str | None] = nothing,
-    prepare: Callable[..., None] = nothing,
     launching: Launching | None = None,
 ) -> Callable[[Callable], Callable]:
     """Decorator: registers a kernel of this package, which is checked before its first use.
@@ -324,7 +313,7 @@ def cuda_kernel(
                 why = f"it reads and writes FP4; PyTorch's own operations serve {args[place]}"
         return why if why or assumed_capability() else unsupported(device_of(args).index)
 
-    how: Any = {"unsupported": unserved, "prepare": prepare, "launching": launching}
+    how: Any = {"unsupported": unserved, "launching": launching}
     return kernel(op, name, device_type="cuda", check=check_of, **how)
 
 
@@ -332,7 +321,6 @@ def launching(
     op: str,
     *,
     why_not: Callable[..., str | None] = nothing,
-    launches: Callable[..., Iterable[Launch]],
     layouts: dict[int, OperandLayout] | Callable[..., dict[int, OperandLayout]] | None = None,
 ) -> Callable[[Callable[..., LaunchPlan]], Launching]:
     """Decorator: registers a function from the arguments of an op to its LaunchPlan as kernel CUDA
@@ -341,8 +329,8 @@ def launching(
     one multiprocessor."""
 
     def register(plan: Callable[..., LaunchPlan]) -> Launching:
-        made = Launching(plan, launches, layouts or {})
-        cuda_kernel(op, CUDA, why_not, made.prepare, made)(made)
+        made = Launching(plan, layouts or {})
+        cuda_kernel(op, CUDA, why_not, made)(made)
         return made
 
     return register

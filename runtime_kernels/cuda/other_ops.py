@@ -11,10 +11,8 @@ q2::transpose          transpose.cu: codes in square blocks, which the backward 
 """
 
 import functools
-from collections.abc import Iterator
 
 import torch
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from q2compile.runtime_kernels.cuda.calls import (
     MOST_OPERANDS,
@@ -34,7 +32,7 @@ from q2compile.runtime_kernels.cuda.quantize.align_scales import (
     thread_blocks_of,
 )
 from q2compile.runtime_kernels.cuda.quantize.plan import Groups
-from q2compile.runtime_kernels.cuda.quantize.transposable import code_launches, transposing_plan
+from q2compile.runtime_kernels.cuda.quantize.transposable import transposing_plan
 from q2compile.runtime_kernels.numerics.layout import ceil_div, scales_shape
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.ops.argument_checks import check_quantized
@@ -67,21 +65,9 @@ def _why_not_dequantize(codes, scales, global_scale, scheme, cols, dtype) -> str
     return None
 
 
-def dequantize_launches(codes, scheme: str, cols, dtype: torch.dtype) -> Iterator[Launch]:
-    """The kernels that a call launches; codes may be fake. If it is not known whether all columns
-    are wanted: the kernels for both cases."""
-    spec = get_scheme(scheme)
-    same = cols == 2 * codes.shape[1]
-    for whole in (True, False):
-        if not statically_known_true(torch.sym_not(same) if whole else same):
-            mx = spec.format == "mxfp4"
-            yield dequantize_launch(dtype, mx, whole and spec.block[0] == 1)
-
-
 @launching(
     "dequantize",
     why_not=_why_not_dequantize,
-    launches=lambda codes, scales, global_scale, *rest: dequantize_launches(codes, *rest),
     layouts={0: OperandLayout.CONTIGUOUS, 1: OperandLayout.CONTIGUOUS},
 )
 def dequantize(
@@ -129,7 +115,6 @@ def _why_not_unrotate(grad, mask, transform) -> str | None:
 @launching(
     "masked_unrotate",
     why_not=_why_not_unrotate,
-    launches=lambda grad, mask, transform: [unrotate_launch(grad.dtype)],
     layouts={0: OperandLayout.ALIGNED, 1: OperandLayout.ALIGNED},
 )
 def masked_unrotate(grad: torch.Tensor, mask: torch.Tensor, transform: str) -> LaunchPlan:
@@ -151,10 +136,7 @@ def signs_launch() -> Launch:
     return launch("signs.cu", "PPi", 128, defines={})
 
 
-@launching(
-    "signs",
-    launches=lambda seed, transform: [signs_launch()],
-)
+@launching("signs")
 def signs(seed: torch.Tensor, transform: str) -> LaunchPlan:
     """See ops/signs.py."""
     size = checked_signs(transform).size
@@ -172,14 +154,7 @@ def partial_max_launch() -> Launch:
     return launch("partial_max.cu", "PPq", _THREADS, defines={})
 
 
-@launching(
-    "split_scales",
-    launches=lambda raw_scale, scheme: [
-        partial_max_launch(),
-        align_launch(get_scheme(scheme), interleaved=False),
-    ],
-    layouts={0: OperandLayout.CONTIGUOUS},
-)
+@launching("split_scales", layouts={0: OperandLayout.CONTIGUOUS})
 def split_scales(raw_scale: torch.Tensor, scheme: str) -> LaunchPlan:
     """See ops/split_scales.py."""
     spec = checked_split_scales(raw_scale, scheme)
@@ -216,15 +191,7 @@ def to_e4m3_launch(largest: bool, square: bool) -> Launch:
     return launch("to_e4m3.cu", "PPPPPPqqi", _THREADS, overlaps=not largest, defines=defines)
 
 
-def _e4m3_launches(scheme: str) -> tuple[Launch, Launch]:
-    return to_e4m3_launch(True, False), to_e4m3_launch(False, get_scheme(scheme).block[0] > 1)
-
-
-@launching(
-    "to_e4m3",
-    launches=lambda codes, scales, global_scale, scheme: _e4m3_launches(scheme),
-    layouts={0: OperandLayout.ALIGNED, 1: OperandLayout.ALIGNED},
-)
+@launching("to_e4m3", layouts={0: OperandLayout.ALIGNED, 1: OperandLayout.ALIGNED})
 def to_e4m3(
     codes: torch.Tensor, scales: torch.Tensor, global_scale: torch.Tensor, scheme: str
 ) -> LaunchPlan:
@@ -233,10 +200,13 @@ def to_e4m3(
     rows, width = codes.shape[0], 2 * codes.shape[1]
     groups = rows * width // _GROUP
     values = (*map(BufferSlot, range(6)), scales.numel(), groups, width // _GROUP)
-    grids = (_PARTS, 1), (max(1, ceil_div(groups, _THREADS)), 1)
-    steps = (LaunchStep(*each, values) for each in zip(_e4m3_launches(scheme), grids, strict=True))
+    elements = to_e4m3_launch(False, get_scheme(scheme).block[0] > 1)
+    steps = (
+        LaunchStep(to_e4m3_launch(True, False), (_PARTS, 1), values),
+        LaunchStep(elements, (max(1, ceil_div(groups, _THREADS)), 1), values),
+    )
     outputs = Output((rows, width), torch.float8_e4m3fn), Output((), torch.float32)
-    return LaunchPlan(3, outputs, 4 * _PARTS, tuple(steps))
+    return LaunchPlan(3, outputs, 4 * _PARTS, steps)
 
 
 # ---- transpose ----
@@ -250,15 +220,6 @@ def transpose_launch(side: int, swizzled: bool) -> Launch:
     return launch("transpose.cu", "PPPPiiiiiii", _THREADS, defines=defines)
 
 
-def _transpose_launches(
-    codes, scales, scheme: str, rows, swizzled: bool = False, offs=None, padded_offs=None
-) -> list[Launch]:
-    spec = checked_transpose(scheme)
-    if spec.is_tensorwise:
-        return code_launches(spec.codes_dtype, False, True, grouped=offs is not None)
-    return [transpose_launch(spec.width, swizzled)]
-
-
 def _transpose_layouts(
     codes, scales, scheme: str, rows, swizzled: bool = False, offs=None, padded_offs=None
 ) -> dict[int, OperandLayout]:
@@ -266,7 +227,7 @@ def _transpose_layouts(
     return {0: OperandLayout.ALIGNED, **dict.fromkeys([1, *contiguous], OperandLayout.CONTIGUOUS)}
 
 
-@launching("transpose", launches=_transpose_launches, layouts=_transpose_layouts)
+@launching("transpose", layouts=_transpose_layouts)
 def transpose(
     codes: torch.Tensor,
     scales: torch.Tensor,

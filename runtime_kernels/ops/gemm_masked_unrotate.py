@@ -17,7 +17,7 @@ import torch
 
 from q2compile.runtime_kernels.ops import gemm as product
 from q2compile.runtime_kernels.ops import masked_unrotate as rotation
-from q2compile.runtime_kernels.registry import define, warm_up
+from q2compile.runtime_kernels.registry import define
 
 
 def _gemm_args(args: Sequence) -> tuple:
@@ -32,17 +32,11 @@ def fake(*args):
     return grad
 
 
-def _prepare(*args) -> None:
-    warm_up("gemm", _gemm_args(args))
-    warm_up("masked_unrotate", (fake(*args), args[6], args[9]))
-
-
 @define(
     "gemm_masked_unrotate(Tensor a_codes, Tensor a_scales, Tensor a_global,"
     " Tensor b_codes, Tensor b_scales, Tensor? b_global, Tensor mask,"
     " str a_scheme, str b_scheme, str transform, ScalarType dtype) -> Tensor",
     fake=fake,
-    prepare=_prepare,
 )
 def gemm_masked_unrotate(*args: Any) -> torch.Tensor:
     """The reference: see the top of this file."""

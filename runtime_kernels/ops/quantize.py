@@ -47,7 +47,7 @@ from q2compile.runtime_kernels.ops.argument_checks import (
     check_scalar,
     check_seed,
 )
-from q2compile.runtime_kernels.ops.recorded import empty_statistics, prepare_recorded, recorded
+from q2compile.runtime_kernels.ops.recorded import empty_statistics, recorded
 from q2compile.runtime_kernels.ops.table import QUANTIZE, QuantizerCall
 from q2compile.runtime_kernels.registry import define
 
@@ -125,7 +125,6 @@ def fake(*args: Any) -> list[torch.Tensor]:
     " Tensor? padded_offs=None, bool mask=False, ScalarType? dbias=None,"
     " bool recorded=False) -> Tensor[]",
     fake=fake,
-    prepare=prepare_recorded(QUANTIZE),
 )
 def quantize(*args: Any) -> list[torch.Tensor]:
     """The reference: see the top of this file."""

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -38,10 +37,8 @@ from q2compile.runtime_kernels.numerics.statistics import (
 )
 from q2compile.runtime_kernels.numerics.swizzle import plain_scales
 from q2compile.runtime_kernels.numerics.transforms import Transform, get_transform
-from q2compile.runtime_kernels.ops.table import DEQUANTIZE, QuantizerCall
-from q2compile.runtime_kernels.registry import define, warm_up
-
-_ANY_SIGNS = "rht128"  # the kernel is the same for each transform with signs
+from q2compile.runtime_kernels.ops.table import QuantizerCall
+from q2compile.runtime_kernels.registry import define
 
 
 def recorded(call: QuantizerCall) -> list[torch.Tensor]:
@@ -58,24 +55,6 @@ def recorded(call: QuantizerCall) -> list[torch.Tensor]:
         how = with_codes.scheme, seed, transform
         found.append(_measured(own, seen[first : first + 3], *how, amax))
     return [*outputs, *found]
-
-
-def prepare_recorded(op: str) -> Callable[..., None]:
-    """`prepare` of the reference of a quantizing op: loads what a recorded call will launch."""
-
-    def prepare(*args: Any) -> None:
-        call = QuantizerCall.of(op, args)
-        if not call.recorded:
-            return
-        warm_up(op, _plain(call).positional)
-        warm_up(op, _with_codes(call).positional)
-        for seed in (operand.seed for operand in call.operands if operand.seed is not None):
-            warm_up("signs", (seed, _ANY_SIGNS))
-        if call.source_scheme is not None and not call.by_scales:
-            codes, scales, _ = (call.args[name] for name in call.spec.source)
-            warm_up(DEQUANTIZE, _dequantized(codes, scales, call.source_scheme.with_form("")))
-
-    return prepare
 
 
 def empty_statistics(call: QuantizerCall) -> list[torch.Tensor]:

@@ -39,7 +39,7 @@ from q2compile.runtime_kernels.ops.quantize import (
     rotate_and_quantize,
     square_blocks,
 )
-from q2compile.runtime_kernels.ops.recorded import empty_statistics, prepare_recorded, recorded
+from q2compile.runtime_kernels.ops.recorded import empty_statistics, recorded
 from q2compile.runtime_kernels.ops.table import REQUANTIZE, QuantizerCall
 from q2compile.runtime_kernels.registry import define
 
@@ -89,7 +89,6 @@ def fake(*args: Any) -> list[torch.Tensor]:
     " Tensor? offs=None, Tensor? padded_offs=None, bool by_scales=False, bool recorded=False)"
     " -> Tensor[]",
     fake=fake,
-    prepare=prepare_recorded(REQUANTIZE),
 )
 def requantize(*args: Any) -> list[torch.Tensor]:
     """The reference: see the top of this file."""

@@ -2,7 +2,6 @@
 """A kernel that fails at any point: the next one runs, the user gets one warning, and nothing else
 changes. On a CPU, with test kernels and pretended GPUs."""
 
-import dataclasses
 import functools
 import warnings
 
@@ -15,7 +14,7 @@ from q2compile.report.report import RunReport
 from q2compile.runtime_kernels import registry, selfcheck, small_calls
 from q2compile.runtime_kernels.choice import Kernel
 from q2compile.runtime_kernels.cuda.jit import launch, nvrtc
-from q2compile.runtime_kernels.kernel_states import KNOWN, kernels_own
+from q2compile.runtime_kernels.kernel_states import kernels_own
 from q2compile.runtime_kernels.numerics.layout import pack_bits, unpack_bits
 from q2compile.runtime_kernels.registry import (
     CPP,
@@ -176,43 +175,6 @@ def test_nothing_is_replaced_in_a_cuda_graph_capture(monkeypatch):
         own = kernels_own(ERRORS[4], "gemm", "broken", torch.device("cuda", 0))
         assert own == (not capturing)
     assert kernels_own(ERRORS[4], "gemm", "broken", torch.device("cpu"))
-
-
-# ---- while it is prepared -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("error", ERRORS, ids=lambda e: type(e).__name__)
-def test_a_kernel_that_cannot_be_prepared_is_never_called(candidate, error):
-    def prepare(*args):
-        raise error
-
-    prepared = []
-    candidate("gemm", None, "next", prepare=lambda *args: prepared.append(args))
-    calls = candidate("gemm", None, prepare=prepare)
-    args = gemm_arguments()
-    with pytest.warns(KernelWarning, match="'broken' of q2::gemm on cpu is rejected"):
-        registry.warm_up("gemm", args)
-    assert len(prepared) == 1 and registry.choose("gemm", args).name == "next"
-    assert calls == []
-
-
-def test_the_reference_is_never_rejected(monkeypatch):
-    """There would be no kernel left. The error is raised, and the next call may work."""
-    args = gemm_arguments()
-    (*_, reference) = registry.kernels("gemm")
-
-    def prepare(*args):
-        raise RuntimeError("no driver")
-
-    broken = dataclasses.replace(reference, prepare=prepare)
-    with monkeypatch.context() as patch:
-        patch.setitem(registry.KERNELS, "gemm", [broken])
-        KNOWN.choices.clear()
-        with pytest.raises(RuntimeError, match="no driver"):
-            registry.warm_up("gemm", args)
-        assert registry.choose("gemm", args).kernel is broken
-    KNOWN.choices.clear()
-    registry.warm_up("gemm", args)
 
 
 def test_a_source_that_nvrtc_refuses_is_compiled_once(monkeypatch, tmp_path):

@@ -90,13 +90,6 @@ OF_CHECKS = (
         "q2compile/compiler/test_checks_of_a_graph.py",
     ),
     fault(
-        "kernels are loaded before their checks have ended",
-        "q2compile/compiler/post_grad_passes.py",
-        "        if AWAITED.get() is not None:\n",
-        "        if False:\n",
-        "q2compile/compiler/test_checks_of_a_graph.py",
-    ),
-    fault(
         "a call that runs during a compilation does not wait for its check",
         "runtime_kernels/registry.py",
         "if AWAITED.get() is None else awaited_in(None)",

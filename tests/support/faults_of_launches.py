@@ -140,13 +140,6 @@ OF_LAUNCHES = (
         _RULES,
     ),
     fault(
-        "warming up leaves the look-up to the first call",
-        _CUBLASLT,
-        "product not in PLANS:",
-        "product in PLANS:",
-        _RULES,
-    ),
-    fault(
         "columns are padded to 4, and rows of codes to 4 bytes",
         f"{_CUDA}/gemm/cublaslt_fp4.py",
         "_UNIT = 16  #",

@@ -12,7 +12,6 @@ from torch._dynamo.device_interface import CudaInterface
 from torch._subclasses import FakeTensorMode
 
 from q2compile.runtime_kernels import check_results
-from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4
 from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.runtime_kernels.cuda.jit.launch import target, unsupported
 from q2compile.runtime_kernels.cuda.quantize import fused, rotate_quantize
@@ -35,7 +34,6 @@ def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> Non
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=None: "a GPU that is not there")
     monkeypatch.setattr(nvrtc, "version", lambda: (13, 0))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(cublaslt_fp4, "ready", lambda product: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     major, minor = capability
     properties = SimpleNamespace(name="a GPU", major=major, minor=minor, **_PROPERTIES)

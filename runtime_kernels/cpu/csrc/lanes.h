@@ -31,17 +31,19 @@ struct I {
     IntRegister part[PARTS];
 };
 
-#define Q2_EACH for (int i = 0; i < PARTS; i++)
-
-inline F fill(float x) {
-    F r;
-    Q2_EACH r.part[i] = x - FloatRegister{};
+// A value of part i for each of them.
+template <typename T, typename Part>
+inline T each(const Part& part) {
+    T r;
+    for (int i = 0; i < PARTS; i++) r.part[i] = part(i);
     return r;
 }
+
+inline F fill(float x) {
+    return each<F>([&](int) { return x - FloatRegister{}; });
+}
 inline I fill(int32_t x) {
-    I r;
-    Q2_EACH r.part[i] = x - IntRegister{};
-    return r;
+    return each<I>([&](int) { return x - IntRegister{}; });
 }
 inline F load(const float* from) {
     F r;
@@ -56,81 +58,53 @@ inline I load(const int32_t* from) {
 inline void store(float* to, const F& x) { std::memcpy(to, &x, sizeof x); }
 inline void store(int32_t* to, const I& x) { std::memcpy(to, &x, sizeof x); }
 
-#define Q2_BINARY(T, OP)                                     \
-    inline T operator OP(const T& a, const T& b) {           \
-        T r;                                                 \
-        Q2_EACH r.part[i] = a.part[i] OP b.part[i];          \
-        return r;                                            \
+#define Q2_BINARY(T, OP)                                                  \
+    inline T operator OP(const T& a, const T& b) {                        \
+        return each<T>([&](int i) { return a.part[i] OP b.part[i]; });    \
     }
 Q2_BINARY(F, +) Q2_BINARY(F, -) Q2_BINARY(F, *) Q2_BINARY(F, /)
 Q2_BINARY(I, +) Q2_BINARY(I, -) Q2_BINARY(I, &) Q2_BINARY(I, |) Q2_BINARY(I, ^)
 #undef Q2_BINARY
 
 // -1 where it holds, else 0. A NaN compares false, but for !=.
-#define Q2_COMPARE(T, OP)                                                 \
-    inline I operator OP(const T& a, const T& b) {                        \
-        I r;                                                              \
-        Q2_EACH r.part[i] = (IntRegister)(a.part[i] OP b.part[i]);        \
-        return r;                                                         \
+#define Q2_COMPARE(T, OP)                                                              \
+    inline I operator OP(const T& a, const T& b) {                                     \
+        return each<I>([&](int i) { return (IntRegister)(a.part[i] OP b.part[i]); });  \
     }
 Q2_COMPARE(F, <) Q2_COMPARE(F, >) Q2_COMPARE(F, ==)
 Q2_COMPARE(I, <) Q2_COMPARE(I, >) Q2_COMPARE(I, ==)
 #undef Q2_COMPARE
 
 inline I operator~(const I& a) {
-    I r;
-    Q2_EACH r.part[i] = ~a.part[i];
-    return r;
+    return each<I>([&](int i) { return ~a.part[i]; });
 }
 inline I operator<<(const I& a, int by) {
-    I r;
-    Q2_EACH r.part[i] = (IntRegister)((UnsignedRegister)a.part[i] << by);
-    return r;
+    return each<I>([&](int i) { return (IntRegister)((UnsignedRegister)a.part[i] << by); });
 }
 inline I operator>>(const I& a, int by) {  // arithmetic
-    I r;
-    Q2_EACH r.part[i] = a.part[i] >> by;
-    return r;
+    return each<I>([&](int i) { return a.part[i] >> by; });
 }
 inline I shift_right(const I& a, int by) {  // unsigned
-    I r;
-    Q2_EACH r.part[i] = (IntRegister)((UnsignedRegister)a.part[i] >> by);
-    return r;
+    return each<I>([&](int i) { return (IntRegister)((UnsignedRegister)a.part[i] >> by); });
 }
 inline I below_unsigned(const I& a, const I& b) {
-    I r;
-    Q2_EACH r.part[i] = (IntRegister)((UnsignedRegister)a.part[i] < (UnsignedRegister)b.part[i]);
-    return r;
+    return each<I>([&](int i) { return (IntRegister)((UnsignedRegister)a.part[i] < (UnsignedRegister)b.part[i]); });
 }
-inline F select(const I& where, const F& a, const F& b) {
-    F r;
-    Q2_EACH r.part[i] = where.part[i] ? a.part[i] : b.part[i];
-    return r;
-}
-inline I select(const I& where, const I& a, const I& b) {
-    I r;
-    Q2_EACH r.part[i] = where.part[i] ? a.part[i] : b.part[i];
-    return r;
+template <typename T>
+inline T select(const I& where, const T& a, const T& b) {
+    return each<T>([&](int i) { return where.part[i] ? a.part[i] : b.part[i]; });
 }
 inline I bits(const F& x) {
-    I r;
-    Q2_EACH r.part[i] = (IntRegister)x.part[i];
-    return r;
+    return each<I>([&](int i) { return (IntRegister)x.part[i]; });
 }
 inline F as_float(const I& x) {
-    F r;
-    Q2_EACH r.part[i] = (FloatRegister)x.part[i];
-    return r;
+    return each<F>([&](int i) { return (FloatRegister)x.part[i]; });
 }
 inline F to_float(const I& x) {  // of int32
-    F r;
-    Q2_EACH r.part[i] = __builtin_convertvector(x.part[i], FloatRegister);
-    return r;
+    return each<F>([&](int i) { return __builtin_convertvector(x.part[i], FloatRegister); });
 }
 inline I to_int(const F& x) {  // toward zero
-    I r;
-    Q2_EACH r.part[i] = __builtin_convertvector(x.part[i], IntRegister);
-    return r;
+    return each<I>([&](int i) { return __builtin_convertvector(x.part[i], IntRegister); });
 }
 inline I most(const I& a, const I& b) { return select(a > b, a, b); }
 inline F at_most(const F& x, float limit) {  // a NaN stays, as in torch's clamp
@@ -150,7 +124,7 @@ inline F or_one(const F& x) { return select(x == fill(0.0f), fill(1.0f), x); }
 // Both halves of unsigned products.
 inline void multiply(const I& a, uint32_t by, I& high, I& low) {
     const LongRegister factor = by - LongRegister{}, low_half = 0xFFFFFFFFu - LongRegister{};
-    Q2_EACH {
+    for (int i = 0; i < PARTS; i++) {
         LongRegister even = (LongRegister)a.part[i], odd = even >> 32;
 #if defined(__AVX512F__)
         even = (LongRegister)_mm512_mul_epu32((__m512i)even, (__m512i)factor);

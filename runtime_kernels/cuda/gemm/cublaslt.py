@@ -10,7 +10,6 @@ torch 2.11 to 2.15, ATen/native/cuda/ScaledBlas.cpp and ATen/cuda/CUDABlas.cpp):
                reuse on that stream before the product has run.
     look-up    torch asks cuBLASLt's heuristic for an algorithm, and makes and frees seven
                descriptors, at every call. Here once for each kind of product.
-    algorithm  torch takes the first; here the fastest of the first eight runs (fastest.py).
     bias       torch does not support one for an fp32 result.
 
 cuBLASLt adds the bias after alpha has scaled the sums. Its matrices are column-major: ours is the
@@ -158,7 +157,6 @@ class Plan:
 
     algorithms: all of them, in its order
     algorithm: the one that runs: `wanted` if it is listed, else the first
-    is_chosen: whether no other is to be tried (fastest.py)
 
     Raises:
         LaunchError: cuBLASLt has none.
@@ -167,7 +165,6 @@ class Plan:
     def __init__(self, product: GemmKind, wanted: Sequence[int] | None = None) -> None:
         self._product, self._parts = product, Descriptors(product)
         self._handle, self._zero = handle(product.device)
-        self.is_chosen = wanted is not None
         self._lock = threading.Lock()  # the pointers are in the descriptor; ctypes lets others run
         usable = self._looked_up()
         self.algorithms = [_described(one) for one in usable]
@@ -273,18 +270,6 @@ def plan(product: GemmKind, wanted: Sequence[int] | None = None) -> Plan:
         PLANS.clear()
     PLANS[product] = found
     return found
-
-
-def ready(product: GemmKind) -> None:
-    """Loads all that the first call would load; sizes may be symbolic.
-
-    Raises:
-        LaunchError: cuBLASLt is not there, or has no algorithm for this.
-    """
-    with torch.cuda.device(product.device):
-        handle(product.device)
-        if all(isinstance(size, int) and size for size in product[1:4]) and product not in PLANS:
-            plan(product)
 
 
 def _call(function: str, *args) -> None:

@@ -15,8 +15,7 @@ from torch.nn.functional import pad
 
 from q2compile.runtime_kernels.cuda.calls import cuda_kernel, on_device
 from q2compile.runtime_kernels.cuda.gemm import first_launch, swizzle
-from q2compile.runtime_kernels.cuda.gemm.cublaslt import GemmKind, planned, ready, run
-from q2compile.runtime_kernels.cuda.gemm.fastest import choose_algorithm
+from q2compile.runtime_kernels.cuda.gemm.cublaslt import GemmKind, planned, run
 from q2compile.runtime_kernels.cuda.gemm.operands import (
     adds_bias,
     aligned,
@@ -43,11 +42,6 @@ def _why_not(*args: Any) -> str | None:
     return why_not_fp4(a, b)
 
 
-def _prepare_fp4(*args: Any) -> None:
-    swizzle.prepare(args[0].device.index, *args[7:9])
-    ready(product_of(args[0], args[3], args[6], args[9]))
-
-
 def product_of(
     a_codes: torch.Tensor, b_codes: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> GemmKind:
@@ -64,7 +58,7 @@ def product_of(
     )
 
 
-@cuda_kernel("gemm", CUBLASLT_FP4, _why_not, _prepare_fp4)
+@cuda_kernel("gemm", CUBLASLT_FP4, _why_not)
 def gemm_fp4(*args: Any) -> torch.Tensor:
     """See ops/gemm.py. The first large product by an algorithm, which is the fastest, is compared
     with a BF16 GEMM."""
@@ -86,7 +80,6 @@ def gemm_fp4(*args: Any) -> torch.Tensor:
         size = product.rows, product.columns, product.k
         if not first_launch.needed(*size):
             return launch()
-        choose_algorithm(product, a.codes.device, arguments)
         of_rows = first_launch.rows_class(product.rows)
         which = planned(product).algorithm, product.dtype, product.bias, of_rows
         return first_launch.launched(GEMM, CUBLASLT_FP4, args, size, which, launch)

@@ -10,49 +10,20 @@ from typing import Any
 
 import torch
 
-from q2compile.runtime_kernels.cuda.calls import cuda_kernel, load
-from q2compile.runtime_kernels.cuda.gemm.grouped_mm import grouped_mm, prepare_grouped, unserved
-from q2compile.runtime_kernels.cuda.gemm.operands import without_contraction
-from q2compile.runtime_kernels.cuda.other_ops import dequantize, dequantize_launches
+from q2compile.runtime_kernels.cuda.calls import cuda_kernel
+from q2compile.runtime_kernels.cuda.gemm.grouped_mm import grouped_mm, unserved
+from q2compile.runtime_kernels.cuda.other_ops import dequantize
 from q2compile.runtime_kernels.numerics.swizzle import plain_scales
-from q2compile.runtime_kernels.ops.gemm import (
-    Factor,
-    alpha_of,
-    checked_gemm,
-    factors_of,
-    finished,
-    has_pow2_scales,
-)
+from q2compile.runtime_kernels.ops.gemm import Factor, product
 from q2compile.runtime_kernels.ops.grouped_gemm import grouped_product
 from q2compile.runtime_kernels.ops.table import GROUPED_GEMM
 from q2compile.runtime_kernels.registry import CUDA_BF16
 
 
-def prepare_operands(*args: Any) -> None:
-    """Loads the kernels that dequantize the operands of a GEMM, plain or grouped."""
-    for each in factors_of(args):
-        if not each.spec.dequantized:
-            needed = dequantize_launches(
-                each.codes, each.spec.name, each.contraction, torch.bfloat16
-            )
-            load(needed, each.codes.device.index)
-
-
-@cuda_kernel("gemm", CUDA_BF16, prepare=prepare_operands)
+@cuda_kernel("gemm", CUDA_BF16)
 def gemm_bf16(*args: Any) -> torch.Tensor:
-    """See ops/gemm.py."""
-    (a, b), (bias, *_, dtype) = checked_gemm(args), args[6:]
-    if (empty := without_contraction(a, b, bias, dtype)) is not None:
-        return empty
-    is_scaled = has_pow2_scales(a, b)
-    left, right = (dequantized(each, is_scaled) for each in (a, b))
-    if is_scaled and dtype == torch.bfloat16:
-        if bias is None:
-            return left @ right.t()
-        if bias.dtype == dtype:  # added to the fp32 sums
-            return torch.addmm(bias, left, right.t())
-    out = torch.mm(left, right.t(), out_dtype=torch.float32)
-    return finished(out, None if is_scaled else alpha_of(a, b), bias, dtype)
+    """See ops/gemm.py, whose product this is."""
+    return product(args, lambda factor, _: dequantized(factor, factor.global_scale is not None))
 
 
 def dequantized(factor: Factor, is_scaled: bool) -> torch.Tensor:
@@ -78,12 +49,7 @@ def _why_not_grouped(*args: Any) -> str | None:
     return unserved(b_codes.device.index, dtype, columns)
 
 
-def _prepare_grouped(*args: Any) -> None:
-    prepare_grouped(*args)
-    prepare_operands(*args)
-
-
-@cuda_kernel(GROUPED_GEMM, CUDA_BF16, _why_not_grouped, _prepare_grouped)
+@cuda_kernel(GROUPED_GEMM, CUDA_BF16, _why_not_grouped)
 def grouped_gemm_bf16(*args: Any) -> torch.Tensor:
     """See ops/grouped_gemm.py."""
     return grouped_product(args, dequantized, grouped_mm)

@@ -4,7 +4,6 @@ groups on the device, and zeros in the rows of no group (zero_rows.cu).
 """
 
 import functools
-from typing import Any
 
 import torch
 
@@ -46,12 +45,7 @@ def _why_not(a, b, offs) -> str | None:
     return unserved(a.device.index, a.dtype, a.shape[1], b.shape[-1])
 
 
-def prepare_grouped(*args: Any) -> None:
-    """Loads what clears the rows of no group."""
-    zero_rows_launch().warm_up(args[0].device.index)
-
-
-@cuda_kernel("grouped_mm", CUDA, _why_not, prepare_grouped)
+@cuda_kernel("grouped_mm", CUDA, _why_not)
 def grouped_mm(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
     """See ops/grouped_mm.py."""
     if a.shape[0] == 0 or b.shape[-1] == 0 or (b.dim() == 3 and a.shape[1] == 0):
@@ -70,6 +64,4 @@ def _zero_rows_call(out: torch.Tensor, offs: torch.Tensor) -> LaunchPlan:
     return LaunchPlan(2, (), 0, (LaunchStep(zero_rows_launch(), grid, values),))
 
 
-zero_rows = Launching(
-    _zero_rows_call, lambda *args: [zero_rows_launch()], {1: OperandLayout.CONTIGUOUS}
-)
+zero_rows = Launching(_zero_rows_call, {1: OperandLayout.CONTIGUOUS})

@@ -26,7 +26,7 @@ import torch
 from torch.nn.functional import pad
 
 from q2compile.runtime_kernels.choice import choose
-from q2compile.runtime_kernels.cuda.gemm.grouped_mm import prepare_grouped, zero_rows
+from q2compile.runtime_kernels.cuda.gemm.grouped_mm import zero_rows
 from q2compile.runtime_kernels.cuda.gemm.operands import adds_bias, without_contraction
 from q2compile.runtime_kernels.cuda.jit.launch import unsupported
 from q2compile.runtime_kernels.cuda.jit.limits import capability_of, why_no_fp8, why_not_in_e4m3
@@ -34,7 +34,7 @@ from q2compile.runtime_kernels.kernel_states import assumed_capability
 from q2compile.runtime_kernels.ops.gemm import Factor, checked_factors, checked_gemm, factors_of
 from q2compile.runtime_kernels.ops.grouped_gemm import as_grouped, result_shape
 from q2compile.runtime_kernels.ops.table import GROUPED_GEMM, TO_E4M3
-from q2compile.runtime_kernels.registry import CUDA, SCALED_GROUPED_MM, SCALED_MM, kernel, warm_up
+from q2compile.runtime_kernels.registry import CUDA, SCALED_GROUPED_MM, SCALED_MM, kernel
 
 UNIT = 16  # rows of the second operand, and the contraction, which quantizers pad
 
@@ -62,12 +62,6 @@ def _named(factor: Factor) -> tuple:
     return (*factor[:3], factor.spec.name)
 
 
-def _prepare(*args: Any) -> None:
-    for each in factors_of(args):
-        if not each.spec.is_tensorwise:
-            warm_up(TO_E4M3, _named(each))
-
-
 def _in_e4m3(factor: Factor) -> tuple[torch.Tensor, torch.Tensor]:
     """The elements of an operand, and the scale of all."""
     if factor.spec.is_tensorwise:
@@ -75,7 +69,7 @@ def _in_e4m3(factor: Factor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.ops.q2.to_e4m3(*_named(factor))
 
 
-@kernel("gemm", SCALED_MM, device_type="cuda", unsupported=_unsupported, prepare=_prepare)
+@kernel("gemm", SCALED_MM, device_type="cuda", unsupported=_unsupported)
 def gemm_scaled_mm(*args: Any) -> torch.Tensor:
     """See ops/gemm.py."""
     factors, (bias, *_, dtype) = checked_gemm(args), args[6:]
@@ -133,7 +127,6 @@ def _grouped_unsupported(*args: Any) -> str | None:
     SCALED_GROUPED_MM,
     device_type="cuda",
     unsupported=_grouped_unsupported,
-    prepare=prepare_grouped,
 )
 def scaled_grouped_mm(*args: Any) -> torch.Tensor:
     """See ops/grouped_gemm.py."""

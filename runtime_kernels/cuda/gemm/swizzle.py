@@ -27,7 +27,6 @@ from q2compile.runtime_kernels.cuda.calls import (
 from q2compile.runtime_kernels.cuda.gemm.operands import aligned
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, launch
 from q2compile.runtime_kernels.numerics.layout import ceil_div
-from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.ops.gemm import Factor
 
 THREADS = 256
@@ -36,12 +35,6 @@ THREADS = 256
 @functools.cache
 def swizzle_launch() -> Launch:
     return launch("swizzle_scales.cu", "PPiiiii", THREADS, defines={})
-
-
-def prepare(index: int, *schemes: str) -> None:
-    """Loads what swizzles scales of these schemes on a CUDA device, if any are to be."""
-    if not all(get_scheme(scheme).swizzled for scheme in schemes):
-        swizzle_launch().warm_up(index)
 
 
 def swizzled(factor: Factor) -> torch.Tensor:
@@ -64,6 +57,4 @@ def _swizzle_call(scales: torch.Tensor, rows: int, height: int) -> LaunchPlan:
     return LaunchPlan(1, (output,), 0, (LaunchStep(swizzle_launch(), grid, values),))
 
 
-_swizzled = Launching(
-    _swizzle_call, lambda *args: [swizzle_launch()], {0: OperandLayout.CONTIGUOUS}
-)
+_swizzled = Launching(_swizzle_call, {0: OperandLayout.CONTIGUOUS})

@@ -57,8 +57,8 @@ class Launch:
     proven: set[int] = field(default_factory=set, repr=False)  # devices it ran on without an error
 
     def bind(self, index: int, grid: tuple[int, int], values: Sequence, slots: dict) -> "Bound":
-        """The kernel, loaded on CUDA device `index`, with all parameters that are the same in every
-        launch.
+        """The kernel, loaded on CUDA device `index` if it is not yet, with all parameters that are
+        the same in every launch.
 
         grid: thread blocks in x and y.
         values: the fields of the parameter struct, in order: constants, and keys of slots.
@@ -68,18 +68,10 @@ class Launch:
             LaunchError: the driver reports an error, or the first use is in a CUDA graph capture.
             torch.OutOfMemoryError: the driver has no memory for it.
         """
-        self.warm_up(index)
-        return Bound(self, self.loaded[index], grid, values, slots)
-
-    def warm_up(self, index: int) -> None:
-        """Compiles and loads the kernel on a device, unless it is loaded.
-
-        Raises:
-            LaunchError: as bind does.
-        """
         if index not in self.loaded:
             with torch.cuda.device(index):
                 self.loaded[index] = _load(self, index)
+        return Bound(self, self.loaded[index], grid, values, slots)
 
 
 def launch(

@@ -74,7 +74,7 @@ def compiling(device: torch.device, group: Group) -> list[Future]:
     """Threads that compile the kernels of a group."""
     with apart(torch.device("cpu")):
         cases = [(call.op, [_arguments(n, call)]) for n, call in enumerate(group.calls)]
-    found = [_launching(op).launches_of(of_call, device) for op, of_call in cases]
+    found = [_launching(op).launches_of(of_call) for op, of_call in cases]
     of_calls = begin_compiling([each for launches in found for each in launches], device.index)
     return compile_ahead(found, device.index) + of_calls
 

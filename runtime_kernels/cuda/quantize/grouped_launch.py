@@ -114,7 +114,7 @@ def compile_ahead(calls: Iterable[Iterable[Launch]], index: int) -> list[Future]
     """Starts the compilation of a group's batched launches, which no call has by itself, in
     threads.
 
-    calls: the launches that each may have (Launching.launches).
+    calls: the launches of each.
     """
     alike = Counter(launch for launches in calls for launch in launches)
     batched = [batched_launch(launch) for launch, count in alike.items() if count > 1]

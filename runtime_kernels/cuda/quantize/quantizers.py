@@ -10,7 +10,6 @@ schemes whose scales serve rowwise and columnwise, transposable.cu.
   given scales is rounded once it is there.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,13 +23,11 @@ from q2compile.runtime_kernels.cuda.calls import (
     launching,
     tensors_of,
 )
-from q2compile.runtime_kernels.cuda.jit.launch import Launch
 from q2compile.runtime_kernels.cuda.quantize import transposable
 from q2compile.runtime_kernels.cuda.quantize.plan import (
     Dbias,
     Groups,
     OperandSlots,
-    launches,
     quantizer_plan,
 )
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
@@ -90,26 +87,6 @@ def _why_not(call: QuantizerCall) -> str | None:
 # ---- from a matrix ----
 
 
-def _quantize_launches(*args: Any) -> Iterator[Launch]:
-    """The kernels that a call launches; x may be fake. If the pitch of x is not known: the kernels
-    for any pitch."""
-    call, known = QuantizerCall.of(QUANTIZE, args), statically_known_true
-    x, rows, columns = call.x, call.rowwise, call.columnwise
-    if wants_rows(call):
-        x = x if known(x.stride(1) == 1) else x.contiguous()  # it is copied
-    elif known(x.stride(1) != 1) and known(x.stride(0) == 1):
-        rows, columns = columns, rows
-    if call.scheme.is_transposable:
-        yield from transposable.launches(call, rows, columns)
-        return
-    pitch = x.stride(0) * x.element_size() % 16
-    for vectors in (True, False):
-        if not known(pitch != 0 if vectors else pitch == 0):
-            how = {"rowwise": rows, "columnwise": columns, "vectors": vectors}
-            kernel = RotatingKernel.of(call, SOURCES[x.dtype], x.device.index, **how)
-            yield from launches(kernel, call.args["amax"] is not None)
-
-
 def _layouts(*args: Any) -> dict[int, OperandLayout]:
     call = QuantizerCall.of(QUANTIZE, args)
     layouts = {0: OperandLayout.ROWS if wants_rows(call) else OperandLayout.ROWS_OR_COLUMNS}
@@ -126,7 +103,6 @@ def _layouts_of_ends(call: QuantizerCall) -> dict[int, OperandLayout]:
 @launching(
     QUANTIZE,
     why_not=lambda *args: _why_not(QuantizerCall.of(QUANTIZE, args)),
-    launches=_quantize_launches,
     layouts=_layouts,
 )
 def quantize(*args: Any) -> LaunchPlan:
@@ -197,16 +173,6 @@ def _source_of(call: QuantizerCall) -> int:
     return SOURCES[scheme.format + (SWIZZLED if scheme.swizzled else "")]
 
 
-def _requantize_launches(*args: Any) -> Iterator[Launch]:
-    """The kernels that a call launches. If the pitch is not known: the kernels for any pitch."""
-    call = QuantizerCall.of(REQUANTIZE, args)
-    for vectors in (True, False):
-        odd = call.x.shape[1] % 8 != 0 if call.by_scales else False
-        if not statically_known_true(odd == vectors):
-            index = call.x.device.index
-            yield from launches(RotatingKernel.of(call, _source_of(call), index, vectors=vectors))
-
-
 def _requantize_layouts(*args: Any) -> dict[int, OperandLayout]:
     call = QuantizerCall.of(REQUANTIZE, args)
     layouts = {
@@ -219,7 +185,6 @@ def _requantize_layouts(*args: Any) -> dict[int, OperandLayout]:
 @launching(
     REQUANTIZE,
     why_not=lambda *args: _why_not(QuantizerCall.of(REQUANTIZE, args)),
-    launches=_requantize_launches,
     layouts=_requantize_layouts,
 )
 def requantize(*args: Any) -> LaunchPlan:

@@ -237,10 +237,10 @@ def test_what_a_gemm_launches_before_it(monkeypatch: pytest.MonkeyPatch) -> None
     launches = []
 
     def noted(launching: Launching, *args: Any) -> None:
-        launches.extend(launch.variant.file for launch in launching.launches(*args))
+        launches.extend(launch.variant.file for launch in launching.launches_of([args]))
 
     monkeypatch.setattr(Launching, "__call__", noted)
-    codes, scales = torch.zeros(128, 32), torch.zeros(128, 4).to(torch.float8_e4m3fn)
+    codes, scales = torch.zeros(128, 32).byte(), torch.zeros(128, 4).to(torch.float8_e4m3fn)
     scheme = "nvfp4_ms_eden_pow2"
     for name in (scheme, scheme + SWIZZLED):
         swizzled(Factor(codes, scales, None, get_scheme(name)))

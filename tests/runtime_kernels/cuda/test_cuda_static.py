@@ -7,20 +7,15 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
-from torch._subclasses import FakeTensorMode
 
 from q2compile.recipes.published import RECIPES
 from q2compile.recipes.resolve import resolve
-from q2compile.runtime_kernels import checks
 from q2compile.runtime_kernels.choice import kernels
-from q2compile.runtime_kernels.cuda import calls, other_ops
 from q2compile.runtime_kernels.cuda.jit import limits, nvrtc
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
 from q2compile.runtime_kernels.cuda.quantize import quantizers
@@ -31,7 +26,7 @@ from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
     shared_memory,
 )
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, get_scheme
-from q2compile.runtime_kernels.registry import select, warm_up
+from q2compile.runtime_kernels.registry import select
 from q2compile.tools import cli
 from tests.support import disassemble, machine_code, quantizer_calls
 from tests.support.machine_code import (
@@ -367,45 +362,6 @@ def test_every_quantizer_of_a_recipe_has_a_kernel() -> None:
 def test_other_roundings_are_left_to_other_kernels(scheme, reason) -> None:
     why = quantizers.why_not(quantizer_calls.one(None, None, scheme, "rht128", False))
     assert why is not None and reason in why
-
-
-def loaded_by(monkeypatch, op: str, args: Sequence[Any]) -> list[Launch]:
-    """The launches that warm_up loads for fake arguments, as if their device were present."""
-    loaded: list[Launch] = []
-    monkeypatch.setattr(Launch, "warm_up", lambda launch, index: loaded.append(launch))
-    monkeypatch.setattr(calls, "unsupported", lambda index: None)
-    monkeypatch.setattr(checks, "rejection", lambda request: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: (9, 0))
-    warm_up(op, args)
-    return loaded
-
-
-@pytest.mark.parametrize("transpose", [False, True])
-def test_warm_up_loads_what_a_call_launches(transpose, monkeypatch) -> None:
-    with FakeTensorMode():
-        x = torch.empty(256, 128, dtype=torch.bfloat16, device="cuda")
-        seed = torch.empty((), dtype=torch.int64, device="cuda")
-    call = quantizer_calls.one(x, seed, "nvfp4_sr", "rht16", transpose)
-    got = loaded_by(monkeypatch, "quantize", call.positional)
-    kind = (not transpose, transpose)
-    amax = rotate(BF16, "rht16", "nvfp4_sr", kind, amax=True)
-    assert got == [amax, rotate(BF16, "rht16", "nvfp4_sr", kind, overlaps=True)]
-
-
-def test_warm_up_of_a_gemm_and_of_an_unaligned_pitch(monkeypatch) -> None:
-    with FakeTensorMode():
-        codes = torch.empty(64, 32, dtype=torch.uint8, device="cuda")
-        scales = torch.empty(64, 4, dtype=torch.float8_e4m3fn, device="cuda")
-        unit = torch.empty((), device="cuda")
-        x = torch.empty(64, 63, dtype=torch.bfloat16, device="cuda")
-    operand = (codes, scales, unit)
-    scheme = "nvfp4_46_pow2"
-    args = (*operand, *operand, None, scheme, scheme, torch.bfloat16)
-    widen = other_ops.dequantize_launch(torch.bfloat16, False, True)
-    assert set(loaded_by(monkeypatch, "gemm", args)) == {widen}
-    call = quantizer_calls.one(x, unit.long(), EDEN, "rht128", False)
-    got = loaded_by(monkeypatch, "quantize", call.positional)
-    assert got == [rotate(BF16, "rht128", EDEN, ROW, vectors=False), align(EDEN, True)]
 
 
 # --- doctor ---------------------------------------------------------------------------------------

@@ -343,8 +343,8 @@ def test_cublaslt_in_a_cuda_graph():
     product = GemmKind(0, 64, 64, 64, BF16, None, cublaslt.E4M3, cublaslt.SCALES_ARE_ONE_FP32)
     a, b = (torch.ones(64, 64, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
     one, out = torch.ones((), device="cuda"), torch.zeros(64, 64, device="cuda", dtype=BF16)
-    cublaslt.ready(product)
     graph, alpha = torch.cuda.CUDAGraph(), torch.ones((), device="cuda")
+    cublaslt.run(product, (a, one), (b, one), alpha, None, out)
     with torch.cuda.graph(graph):
         cublaslt.run(product, (a, one), (b, one), alpha, None, out)
     for value in (1.0, 0.25):
@@ -353,9 +353,8 @@ def test_cublaslt_in_a_cuda_graph():
         assert (out == 64 * value).all()
 
 
-def test_what_triton_refuses_is_compiled_once(monkeypatch):
-    """It is not compiled again for another number of tokens. Another tile, dtype, bias or inverse
-    rotation is another kernel."""
+def test_what_triton_s_kernel_is_given(monkeypatch):
+    """The large tile for many tokens; a mask in one piece, on 16 bytes."""
     triton_kernel = pytest.importorskip("q2compile.runtime_kernels.cuda.gemm.triton_kernel")
     tried = []
 
@@ -373,14 +372,15 @@ def test_what_triton_refuses_is_compiled_once(monkeypatch):
         with pytest.raises(RuntimeError, match="PassManager"):
             triton_fp4.gemm_triton(*args)
     large, small = triton_kernel._TILES[10]
-    assert tried == [(small, BF16, None), (large, BF16, None), (small, FP32, None)]
+    tiles = [small, small, large, large, small, small]
+    assert tried == [(tile, of[1], None) for tile, of in zip(tiles, asked, strict=True)]
     for rows in (64, 96):
         args = arguments(rows, 64, 64, None, BF16, (SCHEME + SWIZZLED,) * 2)
         *operands, _, scheme, _, dtype = args
         mask = torch.zeros(rows, 9, dtype=torch.uint8)[:, 1:]  # neither in one piece nor on a word
         with pytest.raises(RuntimeError, match="PassManager"):
             triton_fp4.gemm_masked_unrotate_triton(*operands, mask, scheme, scheme, "h32", dtype)
-    ((tile, _, (words, norm)),) = tried[3:]
+    (tile, _, (words, norm)), _ = tried[6:]
     assert tile == small and words.is_contiguous() and words.data_ptr() % 16 == 0
     assert words.shape == (64, 8) and norm == pytest.approx(32**-0.5)
     with pytest.raises(AssertionError, match="with a mask of"):

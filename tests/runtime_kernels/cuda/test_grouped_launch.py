@@ -205,7 +205,7 @@ def test_what_is_launched_together_is_compiled_ahead(emulated, monkeypatch) -> N
     monkeypatch.setattr(launch, "architecture", lambda index: "sm_90a")
     members = [both(EDEN), again(EDEN), again(EDEN, 300, 520)]
     monkeypatch.setattr(rotate_quantize, "shared_memory", lambda index: 228 * 1024)
-    grouped_launch.compile_ahead([op.launches(*args) for op, args in members], 0)
+    grouped_launch.compile_ahead([op.launches_of([args]) for op, args in members], 0)
     rotated = grouped_plan([op.plan(*args) for op, args in members]).steps[1]
     assert begun == [rotated.launch.variant]
 

@@ -24,9 +24,8 @@ from q2compile.runtime_kernels.numerics.statistics import (
     statistics,
 )
 from q2compile.runtime_kernels.numerics.transforms import TRANSFORMS, get_transform
-from q2compile.runtime_kernels.ops import recorded
-from q2compile.runtime_kernels.ops.table import SPECS, QuantizerCall, rowwise_call
-from q2compile.runtime_kernels.registry import REFERENCE, bound
+from q2compile.runtime_kernels.ops.table import rowwise_call
+from q2compile.runtime_kernels.registry import REFERENCE
 from tests.support import quantizer_calls as made
 from tests.support.pairwise import pairwise
 
@@ -198,22 +197,11 @@ class Launches(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.number = 0
-        self.own = set()  # ops of q2, with their scheme
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "q2":
-            op = function._schema.name.removeprefix("q2::")
-            self.own.add(_with_scheme(op, bound(op, args, kwargs or {})))
         views = any(r.alias_info and not r.alias_info.is_write for r in function._schema.returns)
         self.number += not (views or "empty" in function.name())
         return function(*args, **(kwargs or {}))
-
-
-def _with_scheme(op, args):
-    if op in SPECS:
-        return op, QuantizerCall.of(op, args).scheme.name
-    texts = [a for a in args if isinstance(a, str)]
-    return op, None if op == "signs" else texts[0]
 
 
 # In all, the op itself and its second call among them: as it is, of swizzled scales (which are
@@ -241,22 +229,6 @@ def test_how_much_is_launched():
         with Launches() as counted:
             _reference(call).function(*call.replace(recorded=True).positional)
         assert counted.number <= LAUNCHES[op][form]
-
-
-def test_what_is_launched_has_been_loaded(monkeypatch):
-    """All ops that a recorded op calls are loaded, in their forms, because a call may be in a CUDA
-    graph capture."""
-    loaded = set()
-    monkeypatch.setattr(recorded, "warm_up", lambda op, args: loaded.add(_with_scheme(op, args)))
-    for op, suffix in pairwise(LAUNCHES, ["", SWIZZLED, DEQUANTIZED]):
-        call, _ = calls(suffix)[op]
-        args = call.replace(recorded=True).positional
-        loaded.clear()
-        reference = _reference(call)
-        reference.prepare(*args)
-        with Launches() as launched:
-            reference.function(*args)
-        assert launched.own <= loaded
 
 
 def test_constants_are_made_before_a_call_or_not_kept():

@@ -29,10 +29,8 @@ from q2compile.runtime_kernels.cuda import (
 )
 from q2compile.runtime_kernels.cuda.call_site import CallSite
 from q2compile.runtime_kernels.cuda.gemm import (
-    cublaslt_fp4,
     scaled_mm,
 )
-from q2compile.runtime_kernels.cuda.jit.launch import Launch
 from q2compile.runtime_kernels.kernel_states import KNOWN
 from q2compile.torch_internals.patches import patched
 from tests.support import disassemble
@@ -175,9 +173,7 @@ def serve_as_on(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
     monkeypatch.setattr(registry, "run_chosen", run_on_cpu)
     KNOWN.choices.clear()
     monkeypatch.setattr(choice.Kernel, "why_not", why_not)
-    monkeypatch.setattr(Launch, "warm_up", lambda launch, index: None)
     monkeypatch.setattr(CallSite, "enqueue", lambda site, given: None)
-    monkeypatch.setattr(cublaslt_fp4, "ready", lambda product: None)
     monkeypatch.setattr(calls, "unsupported", lambda index: None)
     monkeypatch.setattr(scaled_mm, "unsupported", lambda index: None)
     found = divmod(capability, 10)
