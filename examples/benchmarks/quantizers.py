@@ -20,6 +20,7 @@ capture. Names, and the rows that each makes:
         swiglu_backward_both    dg and du of silu(g) * u, each rowwise and columnwise
         gelu_backward_both      of the exact GELU
         residual_cast_both      a bf16 and an fp32 gradient, added and rounded to bf16
+        rope_backward_both      of q, heads of 128, 4 sequences
         rmsnorm_backward_both   the last step: (dy * w - x * mean) * rstd
         silu_mul_quest          quartet's forward: silu(g) * u, rowwise with a trust mask
     dbias           dy rowwise and columnwise with dbias, over dbias by Inductor's sum
@@ -163,6 +164,7 @@ def kernel_times(call: Step) -> dict[str, float]:
 # ---- fused prologues -----------------------------------------------------------------------------
 
 WIDTHS = (4096, 14336)
+HEAD, SEQUENCES = 128, 4
 
 
 def both(x: torch.Tensor, seeds: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -191,6 +193,15 @@ def residual_cast_both(seeds, dy, residual):
     return both((dy + residual).bfloat16(), seeds)
 
 
+def rope_backward_both(seeds, dq, cos, sin):
+    half, whole = HEAD // 2, HEAD
+    first, second = (dq * sin).chunk(2, -1)
+    of_second = aten.slice_backward(second, dq.shape, 3, 0, half, 1)
+    of_first = aten.slice_backward(-first, dq.shape, 3, half, whole, 1)
+    dx = dq * cos + of_second + of_first
+    return both(dx.transpose(1, 2).flatten(2).flatten(0, 1), seeds)
+
+
 def rmsnorm_backward_both(seeds, dy, w, x, mean, rstd):
     return both(((dy.float() * w - x.float() * mean) * rstd).bfloat16(), seeds)
 
@@ -208,10 +219,16 @@ def operands(name: str, cols: int) -> tuple[torch.Tensor, ...]:
         return torch.randn(shape, device=GPU).to(dtype)
 
     matrix, fp32 = partial(normal, ROWS, cols), torch.float32
+    rows = ROWS // SEQUENCES
     made: dict[str, Callable[[], tuple[torch.Tensor, ...]]] = {
         "swiglu_backward_both": lambda: (matrix(), matrix(), matrix()),
         "gelu_backward_both": lambda: (matrix(), matrix()),
         "residual_cast_both": lambda: (matrix(), matrix(dtype=fp32)),
+        "rope_backward_both": lambda: (
+            normal(SEQUENCES, cols // HEAD, rows, HEAD),
+            normal(rows, HEAD),
+            normal(rows, HEAD),
+        ),
         "rmsnorm_backward_both": lambda: (
             *(matrix(), normal(cols), matrix()),
             *(normal(ROWS, 1, dtype=fp32), normal(ROWS, 1, dtype=fp32)),
@@ -225,7 +242,7 @@ PROLOGUES: dict[str, Callable[..., Any]] = {
     f.__name__: f
     for f in (
         *(swiglu_backward_both, gelu_backward_both, residual_cast_both),
-        *(rmsnorm_backward_both, silu_mul_quest),
+        *(rope_backward_both, rmsnorm_backward_both, silu_mul_quest),
     )
 }
 
