@@ -18,6 +18,7 @@ These differences are some ulp of fp32, before the rounding to the operand's dty
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -30,7 +31,7 @@ from torch._inductor import ir
 from torch._inductor.inductor_prims import force_stride_order
 from torch._inductor.ops_handler import DefaultHandler
 from torch._inductor.virtualized import OpsValue, V
-from torch.utils._sympy.functions import FloorDiv, Identity, ModularIndexing
+from torch.utils._sympy.functions import FloorDiv, Identity, Mod, ModularIndexing, PythonMod
 
 from q2compile.graph.views import ELEMENTS, is_pointwise, kind_of
 from q2compile.lowering.prologue.indices import COLUMN, ROW, CannotFuse, Index, index_of
@@ -92,7 +93,7 @@ def prologue_of(x: ir.TensorBox, *others: ir.TensorBox) -> Prologue:
     if any(recorder.made.kinds[root] != "float" for root in roots):
         raise CannotFuse("the expression is not floating-point")
     inputs = tuple(recorder.inputs)
-    steps, results = _needed(recorder.made.steps, roots, inputs)
+    steps, results = _needed(recorder.with_halves_merged(), roots, inputs)
     if not inductor_config.emulate_precision_casts:
         made, number = contracted(steps, inputs)
         steps, results = _needed(made, [number[result] for result in results], inputs)
@@ -170,6 +171,15 @@ class _StepIndex(int):
     """The index of a step, unlike a constant argument of an op."""
 
 
+class _MaskedLoad(NamedTuple):
+    """A load where two indices compare: input, index, and lt or ge of an index and a number."""
+
+    input: int
+    index: sympy.Expr
+    comparison: str
+    compared: list[sympy.Expr]
+
+
 class StepRecorder(DefaultHandler):
     """Records Inductor's ops as steps."""
 
@@ -180,6 +190,7 @@ class StepRecorder(DefaultHandler):
         self._ranges, self._piece = ranges, piece
         self._mask = _StepIndex(-1)
         self._indices: dict[int, sympy.Expr] = {}  # those of steps that are indices
+        self._masked: dict[int, _MaskedLoad] = {}  # by step
 
     # Ops
 
@@ -224,7 +235,12 @@ class StepRecorder(DefaultHandler):
             self.buffers.append(name)
             self.inputs.append(dtype)
         source = self.buffers.index(name)
-        return self._step("load", source, way.text, "lanes" if way.lanes else "one", int(mask))
+        step = self._step("load", source, way.text, "lanes" if way.lanes else "one", int(mask))
+        compared, *of = self.made.steps[mask] if mask >= 0 else ("",)
+        if compared in ("lt", "ge") and all(arg in self._indices for arg in of):
+            indices = [self._indices[arg] for arg in of]
+            self._masked[step] = _MaskedLoad(source, index, compared, indices)
+        return step
 
     def constant(self, value: Any, dtype: torch.dtype) -> _StepIndex:
         return self._constant(value, _kind(dtype))
@@ -317,6 +333,25 @@ class StepRecorder(DefaultHandler):
         name, *args = self.made.steps[step]
         is_number = name == "constant" and args[1] == "int"
         return Index(args[0], False, int(args[0])) if is_number else None
+
+    def with_halves_merged(self) -> list[Step]:
+        """The steps. The two halves of a head (RoPE), each loaded from the place of the other, are
+        one load:
+
+        before   load(x, i) where e < n, load(x, j) where e >= n; e is something modulo 2 n
+        after    load(x, i + (j - i) * (e // n)), twice the same
+        """
+        steps = [*self.made.steps]
+        for (a, one), (b, other) in itertools.permutations(self._masked.items(), 2):
+            (source, i, below, (e, n)), (other_source, j, above, same) = one, other
+            if source != other_source or (below, above) != ("lt", "ge") or same != [e, n]:
+                continue
+            apart = sympy.expand(j - i)
+            whole = n.is_Integer and n % self._piece == 0 and apart.is_Integer
+            if whole and isinstance(e, Mod | PythonMod | ModularIndexing) and e.args[-1] == 2 * n:
+                index = index_of(i + apart * FloorDiv(e, n), self._piece)
+                steps[a] = steps[b] = ("load", source, index.text, "lanes", -1)
+        return steps
 
     # Indices
 

@@ -17,9 +17,10 @@ from q2compile.runtime_kernels.cuda.quantize.prologue_expression import (
     renumbered,
 )
 
-# Rules: a tree of steps, and the one that replaces it. A capital stands for any step. Sums and
-# products match in either order.
+# Rules: a tree of steps, and the one that replaces it. A capital stands for any step, I and N for
+# indices, which are never NaN. Sums and products match in either order.
 _ONE = ("constant", (1.0).hex(), "float")
+_ZERO = ("constant", (0.0).hex(), "float")
 _S, _DENOMINATOR = ("sigmoid", "X"), ("add", _ONE, ("exp", ("neg", "X")))
 _RULES = (
     (("mul", "X", _ONE), "X"),  # torch 2.11 multiplies a sigmoid by 1
@@ -27,6 +28,18 @@ _RULES = (
     (("add", _ONE, ("erf", "X")), ("erf_plus_one", "X")),
     (("truediv", "Y", _DENOMINATOR), ("mul", "Y", _S)),
     (("reciprocal", _DENOMINATOR), _S),
+    # RoPE has these. Adding 0 changes only -0, which becomes 0 in both forms.
+    (("where", "C", ("where", "C", "V", "W"), "U"), ("where", "C", "V", "U")),
+    *(
+        (
+            ("add", ("add", "A", ("where", one, "V", _ZERO)), ("where", other, "W", _ZERO)),
+            ("add", ("add", "A", ("where", one, "V", "W")), _ZERO),
+        )
+        for one, other in (
+            (("lt", "I", "N"), ("ge", "I", "N")),
+            (("ge", "I", "N"), ("lt", "I", "N")),
+        )
+    ),
 )
 # SiLU's backward. A gated MLP's other operand needs X * S as well.
 _SILU_BACKWARD = (
@@ -133,7 +146,7 @@ def _each(
     pattern, at = patterns[0], args[0]
     if not isinstance(pattern, str):
         ways: Any = _matches(steps, pattern, steps[at], found)
-    elif found.get(pattern, at) == at:
+    elif found.get(pattern, at) == at and (pattern not in "IN" or steps[at][0] == "index"):
         ways = [{**found, pattern: at}]
     else:
         ways = []

@@ -167,6 +167,20 @@ def test_one_direction(transpose, monkeypatch) -> None:
     assert_same_bits(done.results, function(SEEDS, *operands))
 
 
+def test_the_other_half_is_one_read(monkeypatch) -> None:
+    """RoPE's backward takes the second half of a head's gradient for the first, and the first for
+    the second: two reads with masks that exclude each other, each of dq and of sin."""
+    function, operands_of, _ = PROLOGUES["rope"]
+    done = run_fused(monkeypatch, quantized(function), SEEDS, *operands_of())
+    reads = [step for step in done.calls[0][0].steps if step[0] == "load"]
+    assert [(input_, mask) for _, input_, _, _, mask in reads] == [
+        *((0, -1), (1, -1)),
+        *((0, -1), (2, -1)),
+    ]
+    half = operands_of()[0].shape[-1] // 2
+    assert all(f"floordiv(mod(c, {2 * half}), {half})" in index for _, _, index, *_ in reads[2:])
+
+
 def test_reads_with_other_masks_are_left(monkeypatch) -> None:
     """The first half of a head from the second, and its last quarter from the third: a part of the
     columns is in both, and each read keeps its mask."""

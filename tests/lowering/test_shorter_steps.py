@@ -11,9 +11,10 @@ import torch
 from q2compile.lowering.prologue.shorter_steps import contracted, shorter
 from q2compile.runtime_kernels.cuda.quantize.prologue_expression import PrologueExpression
 
-ONE = ("constant", (1.0).hex(), "float")
+ONE, ZERO = ("constant", (1.0).hex(), "float"), ("constant", (0.0).hex(), "float")
 ROWS, COLS = 16, 64
 X, Y, Z = (("load", i, f"(c + ({COLS} * r))", "lanes", -1) for i in range(3))
+INDEX, HALF = ("index", "c", "first"), ("index", str(COLS // 2), "one")
 
 
 def inputs() -> list[torch.Tensor]:
@@ -43,6 +44,8 @@ def written(steps: list[Any], tree: Any) -> int:
 
 LOADS = (X, Y, Z)
 SIGMOID = (*LOADS, ("neg", 0), ("exp", 3), ONE)
+BELOW, ABOVE = ("lt", 3, 4), ("ge", 3, 4)
+HALVES = (*LOADS, INDEX, HALF, BELOW, ABOVE, ZERO)  # x where c is below, y where it is not
 # Steps, the operation, its arguments, what is made of it, and how many ulp that may be away.
 SHORTER = {
     "x * 1": ((*LOADS, ONE), "mul", (0, 3), 0, 0),
@@ -52,6 +55,15 @@ SHORTER = {
     "silu": ((*SIGMOID, ("add", 4, 5)), "truediv", (0, 6), ("mul", 0, ("sigmoid", 0)), 4),
     "y by it": ((*SIGMOID, ("add", 5, 4)), "truediv", (1, 6), ("mul", 1, ("sigmoid", 0)), 4),
     "sigmoid": ((*SIGMOID, ("add", 5, 4)), "reciprocal", (6,), ("sigmoid", 0), 4),
+    "twice": ((*HALVES, ("where", 5, 0, 7)), "where", (5, 8, 1), ("where", 5, 0, 1), 0),
+    "halves": (
+        (*HALVES, ("where", 5, 0, 7), ("add", 2, 8), ("where", 6, 1, 7)),
+        *("add", (9, 10), ("add", ("add", 2, ("where", ("lt", 3, 4), 0, 1)), ZERO), 0),
+    ),
+    "halves, in another order": (
+        (*HALVES, ("where", 6, 0, 7), ("add", 8, 2), ("where", 5, 1, 7)),
+        *("add", (10, 9), ("add", ("add", 2, ("where", ("ge", 3, 4), 0, 1)), ZERO), 0),
+    ),
 }
 
 
@@ -78,6 +90,15 @@ LEFT = {
         (0, 6),
     ),
     "not negated": ((*LOADS, ("exp", 0), ONE, ("add", 3, 4)), "truediv", (0, 5)),
+    "other conditions": ((*HALVES, ("where", 5, 0, 7)), "where", (6, 8, 1)),
+    "the same half": (
+        (*HALVES, ("where", 5, 0, 7), ("add", 2, 8), ("where", 5, 1, 7)),
+        *("add", (9, 10)),
+    ),
+    "comparisons of numbers, which may be NaN": (
+        (*LOADS, X, Y, BELOW, ABOVE, ZERO, ("where", 5, 0, 7), ("add", 2, 8), ("where", 6, 1, 7)),
+        *("add", (9, 10)),
+    ),
 }
 
 
