@@ -124,6 +124,11 @@ def log_begun(request: Request, result: Result | None) -> None:
         LOG.debug("q2compile: checks %s", request.label)
 
 
+def is_struck(request: Request) -> bool:
+    """Whether the check has a strike, and no result."""
+    return "strike" in _read(_path(request))
+
+
 def rejections() -> tuple[str, ...]:
     """Names of the stored rejections, which are part of the keys of Inductor's caches."""
     folder = cache_dir()

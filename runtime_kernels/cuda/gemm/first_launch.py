@@ -11,7 +11,8 @@ the call. Nothing is compared while a CUDA graph is captured, since the warm-up 
 that are zero or not finite show nothing, and a product with few others is compared the next time.
 
 Such a launch is marked on disk before it begins. If it crashes or hangs, the mark stays, which is a
-strike, and the second strike rejects the kernel.
+strike: the next process has the child process of self-checks run a product of these sizes first,
+and a second strike rejects the kernel.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ import logging
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from q2compile.runtime_kernels import check_results
+from q2compile.runtime_kernels import check_results, checks
 from q2compile.runtime_kernels.check_results import Request
-from q2compile.runtime_kernels.choice import device_of
+from q2compile.runtime_kernels.choice import device_of, kernel_named
 from q2compile.runtime_kernels.kernel_states import (
     KNOWN,
     Result,
@@ -38,7 +39,7 @@ from q2compile.runtime_kernels.numerics.formats import decode_e2m1
 from q2compile.runtime_kernels.numerics.swizzle import plain_scales
 from q2compile.runtime_kernels.ops.gemm import Factor, alpha_of, factors_of
 from q2compile.runtime_kernels.ops.table import GEMM, GROUPED_GEMM
-from q2compile.runtime_kernels.selfcheck import GEMM_ERROR
+from q2compile.runtime_kernels.selfcheck import GEMM_ERROR, apart
 
 LOG = logging.getLogger("q2compile")
 FLOPS = 2**30
@@ -72,19 +73,72 @@ def rows_class(m: int) -> tuple[int, int]:
     return m.bit_length(), m & -m
 
 
-def known(what: Request) -> bool:
+def known(what: Request, call: Sequence[Any] = ()) -> bool:
     """Whether it was compared before, here or by an earlier process.
+
+    call: the arguments of the op. If a process has ended at such a launch, the child process runs
+        it first; without memory for it, nothing is known.
 
     Raises:
         WrongError: it was wrong, or did not end.
     """
     found = KNOWN.checks.get(what.check) or check_results.found(what, UNENDED)
+    on_gpu = what.check[2].type == "cuda"
+    is_capturing = on_gpu and torch.cuda.is_current_stream_capturing()
+    if found is None and call and check_results.is_struck(what) and not is_capturing:
+        again = *what.check[:3], [_described(each) for each in call]
+        try:
+            checks.rejection(what._replace(arguments=again))
+        except Exception as error:
+            if not lacks_memory(error):
+                raise
+        found = KNOWN.checks.get(what.check)
     if found is None:
         return False
     KNOWN.checks[what.check] = found
     if found.reason is not None:
         raise WrongError(found.reason.removeprefix(rejected("")))
     return True
+
+
+class _Described(NamedTuple):
+    """A tensor without its values; ends: those of groups, which matter."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    ends: list[int]
+
+    def made(self, device: torch.device) -> torch.Tensor:
+        """A tensor like it, of random codes and of scales near 1."""
+        if self.dtype == torch.int32:
+            return torch.tensor(self.ends, dtype=torch.int32, device=device)
+        if self.dtype.is_floating_point and self.dtype.itemsize > 1:
+            return torch.ones(self.shape, dtype=self.dtype, device=device)
+        low, high = _BYTES.get(self.dtype, (0, 256))
+        made = torch.randint(low, high, self.shape, dtype=torch.uint8, device=device)
+        return made.view(self.dtype)
+
+
+_BYTES = {torch.float8_e4m3fn: (0x30, 0x40), torch.float8_e8m0fnu: (126, 129)}
+
+
+def _described(arg: Any) -> Any:
+    if not isinstance(arg, torch.Tensor):
+        return arg
+    ends = arg.tolist() if arg.dtype == torch.int32 else []
+    return _Described(tuple(arg.shape), arg.dtype, ends)
+
+
+def disagreement(op: str, name: str, device: torch.device, call: Sequence[Any]) -> str | None:
+    """Runs a large product, which is compared as any first one: how it is wrong, None if it is
+    not."""
+    with apart(device):
+        args = [each.made(device) if isinstance(each, _Described) else each for each in call]
+        try:
+            kernel_named(op, name).function(*args)
+        except WrongError as error:
+            return str(error)
+    return None
 
 
 @contextmanager
@@ -131,7 +185,7 @@ def launched(
     if not needed(*size):
         return run()
     what = request(op, name, device_of(args), *which)
-    if known(what):
+    if known(what, args):
         return run()
     with marked(what):
         out = run()

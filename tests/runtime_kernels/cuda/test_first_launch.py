@@ -195,6 +195,44 @@ def test_a_large_launch_that_crashed_or_hung_does_not_run_again(
     assert check_results.stored(asked).reason
 
 
+@pytest.mark.usefixtures("checked_here")
+@pytest.mark.parametrize("fault", [None, "wrong", "dies"])
+@pytest.mark.parametrize("schemes", [("nvfp4_46", "nvfp4_46"), ("mxfp4_rtn", "mxfp4_rtn")])
+def test_after_a_strike_the_check_s_process_runs_the_product_first(
+    candidate, tmp_path, fault, schemes
+) -> None:
+    """On operands of the same sizes. Checks run here, so that the kernel can be replaced."""
+    ran = []
+
+    def gemm(*args):
+        def launch() -> torch.Tensor:
+            ran.append((args[0], marks(tmp_path)))
+            if fault == "dies" and args[0] is not operands[0]:
+                raise AssertionError("no such instruction")
+            out = registry.kernels("gemm")[-1].function(*args)
+            return out * (1.1 if fault == "wrong" else 1)
+
+        large = 1024, 1024, 1024
+        return first_launch.launched("gemm", "large", args, large, (1,), launch)
+
+    a, b, _ = factors("fprop", schemes)
+    operands = (*a[:3], *b[:3], None, *schemes, torch.bfloat16)
+    candidate("gemm", None, "large", function=gemm)
+    asked = first_launch.request("gemm", "large", CPU, 1)
+    assert check_results.strike(asked, "it hung", time.time()) is None
+    forget_checks()
+    if fault is None:
+        registry.kernels("gemm")[0].function(*operands)
+        (other, marked), (own, not_marked) = ran
+        assert other.shape == own.shape and own is operands[0] and not torch.equal(other, own)
+        assert (marked, not_marked) == (1, 0) and check_results.stored(asked).reason is None
+        return
+    with pytest.warns(KernelWarning), pytest.raises(WrongError):
+        registry.kernels("gemm")[0].function(*operands)
+    assert all(codes is not operands[0] for codes, _ in ran)
+    assert check_results.stored(asked).reason
+
+
 # ---- tiles of large products, in the self-check --------------------------------------------------
 
 
