@@ -24,6 +24,7 @@ import logging
 import os
 import secrets
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -122,6 +123,18 @@ def log_begun(request: Request, result: Result | None) -> None:
     """A line in the log before a check runs."""
     if result is None:
         LOG.debug("q2compile: checks %s", request.label)
+
+
+def remember(request: Request, choice: Sequence[int]) -> None:
+    """Stores numbers that were chosen by measuring, in place of a result."""
+    write(request, choice=list(choice))
+
+
+def remembered(request: Request) -> list[int] | None:
+    """The numbers that `remember` stored; None if there are none."""
+    choice = _read(_path(request)).get("choice")
+    is_whole = isinstance(choice, list) and all(isinstance(each, int) for each in choice)
+    return choice if is_whole else None
 
 
 def is_struck(request: Request) -> bool:

@@ -10,6 +10,7 @@ torch 2.11 to 2.15, ATen/native/cuda/ScaledBlas.cpp and ATen/cuda/CUDABlas.cpp):
                reuse on that stream before the product has run.
     look-up    torch asks cuBLASLt's heuristic for an algorithm, and makes and frees seven
                descriptors, at every call. Here once for each kind of product.
+    algorithm  torch takes the first; here the fastest of the first eight runs (fastest.py).
     bias       torch does not support one for an fp32 result.
 
 cuBLASLt adds the bias after alpha has scaled the sums. Its matrices are column-major: ours is the
@@ -157,6 +158,7 @@ class Plan:
 
     algorithms: all of them, in its order
     algorithm: the one that runs: `wanted` if it is listed, else the first
+    is_chosen: whether no other is to be tried (fastest.py)
 
     Raises:
         LaunchError: cuBLASLt has none.
@@ -165,6 +167,7 @@ class Plan:
     def __init__(self, product: GemmKind, wanted: Sequence[int] | None = None) -> None:
         self._product, self._parts = product, Descriptors(product)
         self._handle, self._zero = handle(product.device)
+        self.is_chosen = wanted is not None
         self._lock = threading.Lock()  # the pointers are in the descriptor; ctypes lets others run
         usable = self._looked_up()
         self.algorithms = [_described(one) for one in usable]

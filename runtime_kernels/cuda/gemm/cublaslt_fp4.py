@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 from q2compile.runtime_kernels.cuda.calls import cuda_kernel, on_device
 from q2compile.runtime_kernels.cuda.gemm import first_launch, swizzle
 from q2compile.runtime_kernels.cuda.gemm.cublaslt import GemmKind, planned, run
+from q2compile.runtime_kernels.cuda.gemm.fastest import choose_algorithm
 from q2compile.runtime_kernels.cuda.gemm.operands import (
     adds_bias,
     aligned,
@@ -80,6 +81,7 @@ def gemm_fp4(*args: Any) -> torch.Tensor:
         size = product.rows, product.columns, product.k
         if not first_launch.needed(*size):
             return launch()
+        choose_algorithm(product, a.codes.device, arguments)
         of_rows = first_launch.rows_class(product.rows)
         which = planned(product).algorithm, product.dtype, product.bias, of_rows
         return first_launch.launched(GEMM, CUBLASLT_FP4, args, size, which, launch)

@@ -306,6 +306,7 @@ def test_training_goes_on_without_a_wrong_algorithm(candidate, monkeypatch, wron
 
     monkeypatch.setattr(cublaslt_fp4, "run", run)
     monkeypatch.setattr(cublaslt_fp4, "planned", lambda asked: SimpleNamespace(algorithm=(66, 7)))
+    monkeypatch.setattr(cublaslt_fp4, "choose_algorithm", lambda *what: None)
     monkeypatch.setattr(cublaslt_fp4, "on_device", lambda index: nullcontext())
     monkeypatch.setattr(cublaslt_fp4, "empty", lambda *a: torch.empty_strided(*a[:2], dtype=a[2]))
     monkeypatch.setattr(swizzle, "swizzled", swizzled)
