@@ -29,9 +29,6 @@ async function startReport() {
   search.addEventListener("keydown", (event) => {
     if (event.key === "Enter") byId("matmuls").scrollIntoView();
   });
-  startSearchKeys(search);
-  startTheme();
-  startSectionMarks();
 }
 
 // A run without telemetry has no operands to show, one without a dump nothing else.
