@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -37,9 +38,6 @@ CASES = {
     "rht_quantize_col": Quantizer("col", EDEN, "rht128"),
     "rht_quantize_both": Quantizer("both", EDEN, "rht128"),
     "requantize": Quantizer("requantize", EDEN, "rht128", "nvfp4_46_pow2"),
-    # as the emulated GEMM reads them
-    "rht_quantize_both_bf16": Quantizer("both", EDEN + DEQUANTIZED, "rht128"),
-    "requantize_bf16": Quantizer("requantize", EDEN + DEQUANTIZED, "rht128", "nvfp4_46_pow2"),
     # the other recipes
     "tetrajet2_both": Quantizer("both", SR, "rht128"),
     "tetrajet2_requantize": Quantizer("requantize", SR, "rht128", "nvfp4_pow2"),
@@ -60,20 +58,16 @@ CASES = {
     "quantize_rtn": Quantizer("row", "nvfp4_pow2"),
     "quartet_forward": Quantizer("row", "mxfp4_quest", "h32"),
     "mxfp4_2d_forward": Quantizer("row", "mxfp4_rceil"),
-    # as the emulated GEMM reads those of the other recipes
-    "tetrajet2_both_bf16": Quantizer("both", SR + DEQUANTIZED, "rht128"),
-    "tetrajet2_requantize_bf16": Quantizer("requantize", SR + DEQUANTIZED, "rht128", "nvfp4_pow2"),
-    "nvfp4_dgrad_row_bf16": Quantizer("row", SR + DEQUANTIZED),
-    "nvfp4_wgrad_col_bf16": Quantizer("col", SR + DEQUANTIZED, "rht16"),
-    "nvfp4_both_bf16": Quantizer(ROWS_UNROTATED, SR + DEQUANTIZED, "rht16"),
-    "mxfp4_both_bf16": Quantizer("both", "mxfp4_sr" + DEQUANTIZED, "rht64"),
-    "mxfp4_col_bf16": Quantizer("col", "mxfp4_sr" + DEQUANTIZED, "rht64"),
-    "mxfp4_2d_dgrad_row_bf16": Quantizer("row", "mxfp4_rceil_sr" + DEQUANTIZED),
-    "mxfp4_2d_wgrad_col_bf16": Quantizer("col", "mxfp4_rceil" + DEQUANTIZED, "h32"),
-    "quartet_both_bf16": Quantizer("both", "mxfp4_rtn34" + DEQUANTIZED, "rht32"),
-    "quartet_requantize_bf16": Quantizer(
-        "requantize", "mxfp4_rtn34" + DEQUANTIZED, "rht32", "mxfp4_rtn"
-    ),
+}
+# As the emulated GEMM reads them.
+_EMULATED = (
+    *("rht_quantize_both", "requantize", "tetrajet2_both", "tetrajet2_requantize"),
+    *("nvfp4_dgrad_row", "nvfp4_wgrad_col", "nvfp4_both", "mxfp4_both", "mxfp4_col"),
+    *("mxfp4_2d_dgrad_row", "mxfp4_2d_wgrad_col", "quartet_both", "quartet_requantize"),
+)
+CASES |= {
+    f"{name}_bf16": replace(CASES[name], scheme=CASES[name].scheme + DEQUANTIZED)
+    for name in _EMULATED
 }
 FORWARD_SCHEME, SQUARE_SCHEME = "nvfp4_46_pow2", "nvfp4_16x16_pow2"
 OTHERS = (DEQUANTIZE, TRANSPOSE)

@@ -36,8 +36,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         log.write("row", **line)
         print(text(line), flush=True)
     log.write("state", group=group, when="after", state=machine.state(device))
-    if bench.fastest:
-        log.write("fastest", group=group, choices=[found._asdict() for found in bench.fastest])
     return 0
 
 

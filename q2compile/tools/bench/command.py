@@ -5,10 +5,9 @@
     q2compile bench --read FILE
 
 Prints what it finds and writes the same as a report (report.py), to be sent back. Each group runs
-in a process of its own with a time limit. On a GPU that has several kernels for FP4 GEMMs it says
-which of them, and which of cuBLASLt's algorithms, was the fastest at each shape. A CPU runs its C++
-kernels and references at small sizes, which shows that they work and nothing about speed. --read
-prints a report of another machine, and what is wrong there.
+in a process of its own with a time limit. A CPU runs its C++ kernels and references at small sizes,
+which shows that they work and nothing about speed. --read prints a report of another machine, and
+what is wrong there.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -59,8 +57,6 @@ def run(options: Namespace) -> int:
     for group in groups:
         run_group(group, log, out, start, options.limit)
     print()
-    if fastest := _fastest(read(out)):
-        print(fastest)
     log.write("done", seconds=round(time.time() - start, 1))
     wrong = _print_faults(read(out))
     print(f"{out} written, after {time.time() - start:.0f} s")
@@ -144,12 +140,3 @@ def _stop(process: subprocess.Popen) -> None:
     else:
         process.kill()
     process.wait()
-
-
-def _fastest(lines: Sequence[Line]) -> str:
-    """How often each kernel was the fastest for a product, in words; "" where none was compared."""
-    found = [
-        one["fastest"] for line in lines if line["kind"] == "fastest" for one in line["choices"]
-    ]
-    text = ", ".join(f"{name} at {count}" for name, count in Counter(found).items())
-    return text and f"fastest   of {len(found)} products: {text}"
