@@ -82,16 +82,9 @@ def _by_removed(choice: tuple[float, float, Any]) -> tuple[float, float]:
     return removed, -cost
 
 
-def rules_of(chosen: Mapping[tuple[str, ...], str], names: Sequence[str]) -> dict[str, str]:
-    """The policy's rules for what `worst_layers` chose; they match no other of ``names``."""
+def policy_of(chosen: Mapping[tuple[str, ...], Any], names: Sequence[str]) -> dict[str, Any]:
+    """The rules that give each kind its value; they match no other of ``names``."""
     return {p: value for kind, value in chosen.items() for p in patterns_of(kind, names)}
-
-
-def policy_of(
-    kinds: Iterable[Sequence[str]], names: Sequence[str], value: Any = "bf16"
-) -> dict[str, Any]:
-    """The rules that give ``value`` to these kinds, and to none of the other ``names``."""
-    return {pattern: value for kind in kinds for pattern in patterns_of(kind, names)}
 
 
 def after(given: Mapping[str, Any], rules: Mapping[str, Any]) -> dict[str, Any]:

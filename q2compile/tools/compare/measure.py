@@ -206,10 +206,10 @@ class _Runs:
                 ModuleError.of(
                     rows,
                     [r for r in self._probes.rows_in_fp8 if r.module == module],
-                    {gemm: self._probes.noted(module, gemm).relative for gemm in GEMMS},
-                    None if gradient is None else sum(gradient) / len(gradient),
-                    effects.get(module),
-                    in_fp8.get(module),
+                    **{gemm: self._probes.noted(module, gemm).relative for gemm in GEMMS},
+                    gradient=None if gradient is None else sum(gradient) / len(gradient),
+                    effect=effects.get(module),
+                    fp8_effect=in_fp8.get(module),
                 )
             )
         return modules

@@ -21,7 +21,6 @@ from q2compile.tools.worst_layers import (
     kinds_of,
     policy_of,
     ranked,
-    rules_of,
     worst_layers,
 )
 
@@ -86,11 +85,11 @@ class _Layers:
         for row in weights:
             self._served.setdefault(row["module"], [row["module"], *row["served"]])
 
-    def with_equal(self, name: str) -> list[str]:
+    def with_equal(self, name: str) -> tuple[str, ...]:
         """The layer and those that share its graph, which a policy must treat alike. Without a dump
         it is not known which do: all of its kind."""
         of_kind = next((kind for kind in kinds_of(self.names) if name in kind), [name])
-        return self._served.get(name, of_kind)
+        return tuple(self._served.get(name, of_kind))
 
     def rule_in_force(self, name: str) -> Any:
         """The value of the rule that holds for a layer; None without one."""
@@ -131,7 +130,7 @@ def _nonfinite(telemetry: Data | None, layers: _Layers) -> list[tuple[str, Rules
         f"The first NaN or Inf appeared in {first['operand']} of {first['gemm']} of {module}, at "
         f"step {first['step']}. If it does not appear with this module in BF16, rounding caused it."
     )
-    return [(text, policy_of([layers.with_equal(module)], layers.names))]
+    return [(text, policy_of({layers.with_equal(module): BF16}, layers.names))]
 
 
 def _finite(telemetry: Data | None) -> list[tuple[str, Rules]]:
@@ -156,7 +155,7 @@ def _shares(comparison: Data | None, layers: _Layers) -> list[tuple[str, Rules]]
     work = sum(flops[name] for kind in shown for name in kind) / total if total else 0.0
     accounts = "accounts" if len(shown) == 1 else "account"
     what = f"{layers.called(shown)} {accounts} for {part:.0%} of the gradient's squared error"
-    rules = rules_of(chosen, layers.names)
+    rules = policy_of(chosen, layers.names)
     if part < max(SHARE, TIMES * work):
         text = f"No kind of layer stands out: {what} and {_percent(work)} of the quantized FLOPs."
         return [(text, rules)]
@@ -190,7 +189,7 @@ def _slower(taken: Sequence[Data], layers: _Layers) -> list[tuple[str, Rules]]:
         f"On a {device.name}, {layers.called(slower)} {are} predicted to take {ends.text()} times "
         "as long as in BF16."
     )
-    return [(text, policy_of(slower, layers.names))]
+    return [(text, policy_of({tuple(kind): BF16 for kind in slower}, layers.names))]
 
 
 def _outliers(operands: Sequence[Error], layers: _Layers) -> list[tuple[str, Rules]]:
@@ -208,8 +207,8 @@ def _outliers(operands: Sequence[Error], layers: _Layers) -> list[tuple[str, Rul
     rule = layers.rule_in_force(worst.module)
     if isinstance(rule, str):
         rule = {} if rule == AUTO else {"recipe": rule}
-    kind = layers.with_equal(worst.module)
-    return [(text, policy_of([kind], layers.names, {**(rule or {}), worst.gemm: BF16}))]
+    value = {**(rule or {}), worst.gemm: BF16}
+    return [(text, policy_of({layers.with_equal(worst.module): value}, layers.names))]
 
 
 def _unknown(telemetry: Data | None, comparison: Data | None) -> list[tuple[str, Rules]]:
