@@ -35,7 +35,7 @@ from q2compile.runtime_kernels.registry import (
 from q2compile.runtime_kernels.selfcheck import GEMM_ERROR
 from q2compile.tools.bench import codes, host
 from q2compile.tools.bench.bench import Bench, failed, timed
-from q2compile.tools.bench.cases import CASES, OTHERS, calls_of_host, calls_of_quantizers, step_of
+from q2compile.tools.bench.cases import CASES, OTHERS, calls_of_quantizers, launch_call, step_of
 from q2compile.tools.bench.llama_block import Block, LlamaBlock
 from q2compile.tools.bench.losses import losses
 from q2compile.tools.bench.rates import rates
@@ -300,9 +300,9 @@ def _step(module: nn.Module, x: torch.Tensor, backend: str, recipe: str) -> Call
 def on_host(bench: Bench) -> Iterator[BenchRow]:
     """Host times of calls."""
     if bench.on_gpu:
-        for name, call in calls_of_host(bench.device).items():
-            bench.begun(name)
-            yield BenchRow("host", name, (256, 256), microseconds=host_microseconds(call))
+        bench.begun("host_launch")
+        micro = host_microseconds(launch_call(bench.device))
+        yield BenchRow("host", "host_launch", microseconds=micro)
     repeats = bench.sizes.host_repeats
     bench.begun("calls")
     each = host.per_call(bench.device, *bench.sizes.host_calls, repeats=repeats)
