@@ -4,7 +4,6 @@ follows from them."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,11 +17,8 @@ from q2compile.report.printable import aligned, printable
 from q2compile.report.row import Row, shape_text
 from q2compile.tools.worst_layers import (
     after,
-    cost_of,
     policy_of,
     rank_of,
-    ranked,
-    total_size,
     worst_layers,
 )
 
@@ -141,20 +137,6 @@ class Comparison:
         """The modules that `policy` puts into fp8 or bf16, those with most error removed first."""
         by_name = {m.module: m for m in self.modules}
         return [by_name[name] for kind in self._chosen(budget, of, device) for name in kind]
-
-    def too_large(
-        self, budget: float, of: str = "flops", device: str = DEVICES[0].column
-    ) -> tuple[list[ModuleError], float] | None:
-        """The worst kind of layer and the budget that it needs, rounded up to a percent, if that is
-        more than ``budget``."""
-        modules = self._as_json()
-        worst = ranked(modules)[0]
-        if tuple(worst) in self._chosen(budget, of, device):
-            return None
-        cost = sum(cost_of(m, of, device) for m in modules if m["module"] in worst)
-        share = cost / total_size(modules, of, device)
-        kind = [m for m in self.modules if m.module in worst]
-        return kind, min(1.0, math.ceil(100 * share - 1e-6) / 100)
 
     def _chosen(self, budget: float, of: str, device: str) -> dict[tuple[str, ...], str]:
         one_of("of", of, ("flops", "time"))
