@@ -236,7 +236,8 @@ def test_a_product_by_each_candidate(gpu) -> None:
 
 
 def test_a_candidate_that_fails(gpu) -> None:
-    """Or is wrong by more than the self-check allows: it is a fault. The others are timed."""
+    """A kernel that fails, or is wrong by more than the self-check allows, is a fault. The others
+    are timed."""
     own, _, broken, wrong = gpu
     broken[CUBLASLT_FP4] = NotServedError("it cannot run q2::gemm here: mxfp4", "unsupported")
     rows = list(measurements.products(own))
