@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from q2compile.tools import cli
+from q2compile.tools.page.command import read_dump
 from q2compile.tools.page.document import report_page
-from q2compile.tools.page.read_dump import read_dump
 from tests.support.page_dumps import SCRIPT, dump_of_net, with_more_layers
 
 ROW = "#table tr.row"
