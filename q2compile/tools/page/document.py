@@ -66,9 +66,7 @@ _SCRIPTS = (
     "memory.js",
     "report.js",
 )
-# Files of a graph that the page shows as they are, or reads.
-_TEXTS = (".txt", ".py")
-_ORIGINS = "nodes.json"
+_TEXTS = (".txt", ".py")  # of a graph that the page shows
 _FACTS = ("versions", "commit", "device", "date", "command", "options")
 
 
@@ -194,12 +192,12 @@ def _row(
 
 def _graph(number: int, files: Mapping[str, str]) -> dict[str, Any]:
     passes = json.loads(files.get("passes.json", "[]"))
-    shown = (name for name in sorted(files) if name.endswith(_TEXTS) or name == _ORIGINS)
+    shown = (name for name in sorted(files) if name.endswith(_TEXTS))
     return {
         "number": number,
         "texts": {name: files[name] for name in shown},
         "passes": [{**of, "time": seconds_text(Range.exactly(of["seconds"]))} for of in passes],
-        "saved": json.loads(files.get(_ORIGINS, "{}")).get("saved"),
+        "saved": json.loads(files.get("nodes.json", "{}")).get("saved"),
     }
 
 

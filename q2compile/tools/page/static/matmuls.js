@@ -1,85 +1,33 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every matmul: filters, and a table in which equal layers are one line.
+// Every matmul: a table in which equal layers are one line.
 
 // A line is sorted by the largest of its rows' values, or by their sum.
 const largestOf = (values) => Math.max(...values);
-const NO_FILTERS = { text: "", module: null, recipe: "", state: "", reason: "" };
 
 class Matmuls {
   // links: {module(path), node(row)}: what a click on a module or on "graph" does.
-  // onNarrow(match): called with a test for the rows that the search leaves, null for all.
+  // onNarrow(match): called with a test for the rows that are shown, null for all.
   constructor(data, links, onNarrow) {
     Object.assign(this, { data, links, onNarrow });
     this.columns = tableColumns(data);
     this.sorted = { column: null, rising: false };
-    this.filters = { ...NO_FILTERS };
     this.heads = this.columns.map((column) => this.headCell(column));
     this.none = h("caption", "No matmul matches these filters.");
     this.table = h("table.matmuls", this.none, h("thead", h("tr", this.heads)));
-    byId("filters").append(this.controls());
     byId("table").append(this.table);
-    this.update();
+    this.show(null);
   }
 
-  // The selects and buttons over the table.
-  controls() {
-    const { rows, recipes } = this.data;
-    const same = (names) => names.map((name) => [name, name]);
-    const states = STATES.filter((name) => rows.some((row) => row.state === name));
-    const reasons = [...new Set(rows.map((row) => row.reason).filter(Boolean))];
-    const select = (key, label, options) => {
-      const onChange = ({ target }) => this.change({ [key]: target.value });
-      const each = [["", "all"], ...options].map(([value, text]) => h("option", { value }, text));
-      const box = h("select", { "data-filter": key, onChange }, each);
-      return options.length ? h("label", h("span", label), box) : null;
-    };
-    this.module = h("button.module-filter", { onClick: () => this.change({ module: null }) });
-    this.clear = h("button.quiet", { onClick: () => this.change(NO_FILTERS) }, "Clear");
-    return h("div.filter-row", [
-      select("state", "Which", same(states)),
-      select("recipe", "Recipe", Object.entries(recipes.map(({ name }) => name))),
-      select("reason", "Reason", same(reasons)),
-      this.module,
-      this.clear,
-    ]);
+  // The rows for which match(row) holds; null: all. text: what the search says then.
+  narrow(text, match) {
+    byId("search").value = text;
+    this.show(match);
+    byId("matmuls").scrollIntoView();
   }
 
-  change(values) {
-    Object.assign(this.filters, values);
-    if (values.text === "") byId("search").value = "";
-    this.update();
-  }
-
-  // Only these filters, and the search.
-  narrow(filters) {
-    this.change({ ...NO_FILTERS, text: this.filters.text, ...filters });
-  }
-
-  showControls() {
-    const { module } = this.filters;
-    for (const box of document.querySelectorAll("#filters select"))
-      box.value = this.filters[box.dataset.filter];
-    this.module.hidden = !module;
-    this.module.textContent = module ? `in ${module.path} ✕` : "";
-    this.module.setAttribute("aria-label", module ? `Only ${module.path}; show all modules` : "");
-    this.clear.hidden = !Object.values(this.filters).some(Boolean);
-  }
-
-  matches(row) {
-    const { text, module, recipe, state, reason } = this.filters;
-    return (
-      textMatches(row, text) &&
-      (!module || module.rows.has(row)) &&
-      (recipe === "" || String(row.recipe?.place) === recipe) &&
-      (state === "" || row.state === state) &&
-      (reason === "" || row.reason === reason)
-    );
-  }
-
-  update() {
-    this.showControls();
-    const { text } = this.filters;
-    const rows = this.data.rows.filter((row) => this.matches(row));
+  show(match) {
+    this.match = match;
+    const rows = this.data.rows.filter((row) => !match || match(row));
     const groups = [...Map.groupBy(rows, (row) => row.group).values()];
     const [here, all] = [rows, this.data.rows].map((of) => new Set(of.map((r) => r.layer)).size);
     byId("shown").textContent =
@@ -92,7 +40,7 @@ class Matmuls {
       this.table.append(...own.map((group) => h("tbody", this.line(group))));
     }
     this.none.hidden = rows.length > 0;
-    this.onNarrow(text ? (row) => textMatches(row, text) : null);
+    this.onNarrow(match);
   }
 
   wideLine(kind, content) {
@@ -115,7 +63,7 @@ class Matmuls {
     this.sorted = again && this.sorted.rising ? { column: null } : { column, rising: again };
     for (const other of this.heads) other.removeAttribute("aria-sort");
     if (this.sorted.column) head.setAttribute("aria-sort", again ? "ascending" : "descending");
-    this.update();
+    this.show(this.match);
   }
 
   headCell(column) {
@@ -152,22 +100,18 @@ class Matmuls {
         : h("td.reason", { colspan: this.data.devices.length }, first.reason),
     );
   }
-
-  search(text) {
-    this.filters.text = text.trim().toLowerCase();
-    this.update();
-  }
 }
 
-// Whether a matmul's names contain all words of a search.
-function textMatches(row, text) {
-  if (!text) return true;
-  const { path, groupPath, module, shapeText, spelling, why, recipe } = row;
-  row.searched ||= [path.join("."), groupPath, module, shapeText, spelling, why]
-    .concat(recipe ? recipe.name : "bf16")
-    .join(" ")
-    .toLowerCase();
-  return text.split(/\s+/).every((word) => row.searched.includes(word));
+// A test for the matmuls whose names contain all words of a search; null for all.
+function searched(text) {
+  const words = text.toLowerCase().split(/\s+/).filter(Boolean);
+  const names = ({ path, groupPath, module, shapeText, spelling, why, state, recipe }) =>
+    [path.join("."), groupPath, module, shapeText, spelling, why, state]
+      .concat(recipe ? recipe.name : "bf16")
+      .join(" ")
+      .toLowerCase();
+  const matches = (row) => words.every((word) => (row.names ||= names(row)).includes(word));
+  return words.length ? matches : null;
 }
 
 // [{name, title, id, value(row), of(values), text(value, row), more(row)}]: those with value have a

@@ -3,7 +3,6 @@
 
 const GEMMS = { fprop: ["x", "w", "y"], dgrad: ["dy", "w", "dx"], wgrad: ["dy", "x", "dw"] };
 const SERIES = 9; // colors of recipes
-const STATES = ["taken", "left", "not seen", "no weight"];
 // The parts of the table and their titles. A layer is counted in the first, or the second.
 const PARTS = {
   model: "",
@@ -12,16 +11,15 @@ const PARTS = {
   inference: "The same matmuls, compiled for inference",
 };
 
-// data: see q2compile/tools/page/document.py. Adds to it: each row's place, recipe, and `path`,
+// data: see q2compile/tools/page/document.py. Adds to it: each row's recipe, and `path`,
 // where it stands in the tree; and tree, its lines.
 function loadModel(data) {
   data.recipes.forEach((recipe, place) => {
     Object.assign(recipe, { place, tint: `var(--series-${place % SERIES})` });
   });
-  data.rows.forEach((row, place) => {
+  data.rows.forEach((row) => {
     const recipe = row.recipe === null ? null : data.recipes[row.recipe];
     Object.assign(row, {
-      place,
       recipe,
       state: stateOf(row),
       shapeText: row.shape.join("×"),
