@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from q2compile.tools.explain import Report as Report
     from q2compile.tools.explain import explain as explain
     from q2compile.tools.export.export import export as export
-    from q2compile.tools.export.job import Exported as Exported
+    from q2compile.tools.export.write import Exported as Exported
     from q2compile.tools.quantize import QuantizedTensor as QuantizedTensor
     from q2compile.tools.quantize import quantize as quantize
     from q2compile.tools.rng_state import get_rng_state as get_rng_state
@@ -86,7 +86,7 @@ _HOMES = {
     "ModuleError": "tools.compare.measurements",
     "explain": "tools.explain",
     "export": "tools.export.export",
-    "Exported": "tools.export.job",
+    "Exported": "tools.export.write",
     "QuantizedTensor": "tools.quantize",
     "quantize": "tools.quantize",
     "get_rng_state": "tools.rng_state",

@@ -15,43 +15,16 @@ from q2compile import __version__
 from q2compile.report.printable import SPELLED
 from q2compile.tools import arguments
 
-# For each command: its module, its help, and its arguments.
+# For each command: its module in q2compile.tools, and its help. Its arguments are a function of its
+# name in `arguments`.
 COMMANDS = {
-    "report": (
-        "q2compile.tools.page.command",
-        "make one HTML page of a run",
-        arguments.report,
-    ),
-    "explain": (
-        "q2compile.tools.explain",
-        "list what the backend does with each matmul of a model",
-        arguments.explain,
-    ),
-    "compare": (
-        "q2compile.tools.compare.command",
-        "find the modules that a recipe's error comes from",
-        arguments.compare,
-    ),
-    "export": (
-        "q2compile.tools.export.command",
-        "write a checkpoint for inference from the codes of the forward",
-        arguments.export,
-    ),
-    "bench": (
-        "q2compile.tools.bench.command",
-        "measure and check this machine",
-        arguments.bench,
-    ),
-    "recipes": (
-        "q2compile.tools.recipes",
-        "list recipes, schemes and transforms",
-        arguments.recipes,
-    ),
-    "doctor": (
-        "q2compile.tools.doctor",
-        "list and check the kernels of this machine",
-        arguments.doctor,
-    ),
+    "report": ("page.command", "make one HTML page of a run"),
+    "explain": ("explain", "list what the backend does with each matmul of a model"),
+    "compare": ("compare.measure", "find the modules that a recipe's error comes from"),
+    "export": ("export.export", "write a checkpoint for inference from the codes of the forward"),
+    "bench": ("bench.command", "measure and check this machine"),
+    "recipes": ("recipes", "list recipes, schemes and transforms"),
+    "doctor": ("doctor", "list and check the kernels of this machine"),
 }
 # Commands of earlier versions, and what replaces them.
 MOVED = {
@@ -72,8 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (_, summary, add_arguments) in COMMANDS.items():
-        add_arguments(commands.add_parser(name, help=summary))
+    for name, (_, summary) in COMMANDS.items():
+        getattr(arguments, name)(commands.add_parser(name, help=summary))
     if not words:
         parser.print_help()
         return 0
@@ -87,9 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors=SPELLED)
-    module, *_ = COMMANDS[command]
+    module, _ = COMMANDS[command]
     try:
-        status: int = import_module(module).run(parsed)
+        status: int = import_module(f"q2compile.tools.{module}").run(parsed)
         return status
     except BrokenPipeError:  # the reader of a pipe has left, and Python must not write there again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

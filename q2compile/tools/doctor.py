@@ -19,12 +19,14 @@ being checked is shown on a terminal, so that a check that hangs has a name."""
 
 import json
 import platform
+import re
 import sys
 import time
 import warnings
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,7 +41,6 @@ from q2compile.runtime_kernels.cuda.known_bad import known_bad
 from q2compile.runtime_kernels.kernel_states import REJECTED
 from q2compile.runtime_kernels.registry import KernelWarning
 from q2compile.runtime_kernels.versions import cublaslt_version, driver_version, version_of
-from q2compile.tools.clear_cache import clear_cache
 from q2compile.tools.kernel_rows import (
     PASSED,
     SERVES,
@@ -50,6 +51,10 @@ from q2compile.tools.kernel_rows import (
     sweep_rows,
 )
 
+# Compiled kernels, results of self-checks, marks of those that never ended, and gemm-*.json, which
+# 0.2 wrote: each named by a hash. The folder may be shared, by Q2COMPILE_CACHE_DIR, with files of
+# others.
+_OWN = re.compile(r".+-[0-9a-f]{24}\.(cubin|checked|[\w-]+\.checking|so)|gemm-[0-9a-f]{24}\.json")
 _STATED = (PASSED, SERVES, REJECTED)
 _PACKAGES = ("triton", "cuda-bindings", "nvidia-cuda-nvrtc")
 
@@ -57,7 +62,7 @@ _PACKAGES = ("triton", "cuda-bindings", "nvidia-cuda-nvrtc")
 def run(options: Namespace) -> int:
     """Prints the report. Returns the exit status: 0, or 1 when a kernel is at fault."""
     if options.clear_cache:
-        print(f"cache     {clear_cache(cache_dir())}")
+        print(f"cache     {_clear(cache_dir())}")
         return 0
     if options.sweep and not torch.cuda.is_available():
         print("q2compile doctor: --sweep checks GEMMs of a GPU; torch finds none", file=sys.stderr)
@@ -75,13 +80,26 @@ def run(options: Namespace) -> int:
             report["recheck"] = check_results.forget_rejections()
             lines += [f"recheck   {text}" for text in report["recheck"] or ["nothing is rejected"]]
         for device, of_device in rows.items():
-            describe = _cpu if device.type == "cpu" else _device
-            report["devices"].append(describe(device, of_device, options, lines))
+            report["devices"].append(_device(device, of_device, options, lines))
     report["seconds"] = round(time.perf_counter() - start, 1)
     states = Counter(row["state"] for device in report["devices"] for row in device["kernels"])
     text = json.dumps(report, indent=1) if options.json else "\n".join(lines)
     print(text if options.json else f"{_result(states, report['seconds'])}\n{text}")
     return int(states[REJECTED] > 0)
+
+
+def _clear(folder: Path) -> str:
+    """Deletes q2compile's own files in a folder; says how many and how large they were. Deleted
+    files are recreated when they are needed.
+
+    Raises:
+        OSError: a file can't be deleted.
+    """
+    files = [path for path in folder.glob("*") if _OWN.fullmatch(path.name)]
+    size = sum(path.stat().st_size for path in files)
+    for path in files:
+        path.unlink(missing_ok=True)
+    return f"{len(files)} files deleted in {folder}, {size / 1024:.0f} KiB"
 
 
 def _result(states: Counter[str], seconds: float) -> str:
@@ -143,43 +161,36 @@ def _rows(
     return [] if missing else list(of(device))
 
 
-def _cpu(
-    device: torch.device, rows: list[KernelRow], options: Namespace, lines: list[str]
-) -> dict[str, Any]:
-    """This processor and its kernels."""
-    missing = build.why_missing()
-    vectors = torch.backends.cpu.get_cpu_capability()
-    target = f"no kernels: {missing}" if missing else f"kernels in C++ for {vectors}"
-    lines.append(f"device    cpu, none with CUDA; {target}; the rest runs as its torch reference")
-    lines += kernel_lines(rows, not options.no_check, options.verbose)
-    return {"device": "cpu", "name": vectors, "kernels": [row.as_line() for row in rows]}
-
-
 def _device(
     device: torch.device, rows: list[KernelRow], options: Namespace, lines: list[str]
 ) -> dict[str, Any]:
-    """A GPU and its kernels."""
-    index = device.index
-    major, minor = torch.cuda.get_device_capability(index)
-    reason = launch.unsupported(index)
-    target = f"no kernels: {reason}" if reason else f"kernels for {launch.architecture(index)}"
-    name = torch.cuda.get_device_name(index)
-    lines.append(f"device    cuda:{index} {name}, {major}.{minor}, {target}")
-    stated = emulated.of_device(index)
-    for text in stated:
-        lines.append(f"emulated  {text}")
-    bad = known_bad((major, minor))
-    lines += [f"known bad {text}" for text in bad]
+    """A GPU, or this processor, and its kernels."""
+    if device.type == "cpu":
+        missing = build.why_missing()
+        vectors = torch.backends.cpu.get_cpu_capability()
+        target = f"no kernels: {missing}" if missing else f"kernels in C++ for {vectors}"
+        lines.append(
+            f"device    cpu, none with CUDA; {target}; the rest runs as its torch reference"
+        )
+        about: dict[str, Any] = {"device": "cpu", "name": vectors}
+    else:
+        index = device.index
+        major, minor = torch.cuda.get_device_capability(index)
+        reason = launch.unsupported(index)
+        target = f"no kernels: {reason}" if reason else f"kernels for {launch.architecture(index)}"
+        about = {
+            "index": index,
+            "name": torch.cuda.get_device_name(index),
+            "capability": f"{major}.{minor}",
+            "target": target,
+            "emulated": emulated.of_device(index),
+            "known_bad": known_bad((major, minor)),
+        }
+        lines.append(f"device    cuda:{index} {about['name']}, {major}.{minor}, {target}")
+        lines += [f"emulated  {text}" for text in about["emulated"]]
+        lines += [f"known bad {text}" for text in about["known_bad"]]
     lines += kernel_lines(rows, not options.no_check, options.verbose)
-    return {
-        "index": index,
-        "name": name,
-        "capability": f"{major}.{minor}",
-        "target": target,
-        "emulated": stated,
-        "known_bad": bad,
-        "kernels": [row.as_line() for row in rows],
-    }
+    return {**about, "kernels": [row.as_line() for row in rows]}
 
 
 def kernel_lines(rows: list[KernelRow], check: bool, verbose: bool) -> list[str]:

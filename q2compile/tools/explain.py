@@ -21,8 +21,7 @@ from q2compile.errors import ConfigError, shown
 from q2compile.report.model_coverage import Coverage
 from q2compile.report.report import RunReport, collector
 from q2compile.tools.as_it_was import as_it_was
-from q2compile.tools.batches import arguments_of
-from q2compile.tools.given import built, given_options, refuse_no_page
+from q2compile.tools.given import arguments_of, built, given_options, refuse_no_page
 from q2compile.torch_internals.dynamo import not_compiled, original_module
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of commands: a model by FILE.py:FUNCTION, and the options of training by a file."""
+"""Arguments of commands: a model by FILE.py:FUNCTION, and the options of training by a file; and
+batches, each of which is what a model is called with."""
 
 from __future__ import annotations
 
@@ -7,18 +8,19 @@ import importlib
 import importlib.util
 import sys
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from q2compile.config import Config, read_options_file
 from q2compile.errors import ConfigError, naming, shown
 from q2compile.tools.arguments import BUILT
-from q2compile.tools.batches import all_batches
 
 # These options in a dump's run.json decide how each matmul is quantized.
 _OF_RUN = ("recipe", "policy", "global_scale", "strict")
@@ -115,3 +117,28 @@ def _module_of(file: Path) -> ModuleType:
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def all_batches(batches: Any, what: str) -> Iterator[Any]:
+    """An iterator over ``batches``, which may be a list, a DataLoader, a generator or an iterator.
+
+    Raises ConfigError, which begins with ``what``, if there is no batch, and for a single batch in
+    the place of a collection: a loop over a tensor would take each row for a batch.
+    """
+    if isinstance(batches, Tensor | Mapping | str) or not isinstance(batches, Iterable):
+        raise ConfigError(
+            f"{what}: got a {type(batches).__name__} in place of batches; allowed: a list, a "
+            "DataLoader or another iterable of batches. Put a single batch into a list"
+        )
+    rest = iter(batches)
+    for first in rest:
+        return chain([first], rest)
+    raise ConfigError(f"{what}: there is no batch")
+
+
+def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The positional and keyword arguments of a call of the model, from a batch: a mapping of
+    keyword arguments, a tuple or list of positional ones, or a single argument."""
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (tuple(batch) if isinstance(batch, tuple | list) else (batch,)), {}

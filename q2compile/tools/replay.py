@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -47,19 +48,6 @@ def tensor(
     return Tensor(dtype, shape, stride, device, requires_grad)
 
 
-@dataclass(frozen=True)
-class _NamedSource:
-    name: str
-
-
-@dataclass(frozen=True)
-class _GraphArg:
-    """Stands for Dynamo's record of an input: what it was, and where it was found."""
-
-    example: Any
-    source: _NamedSource
-
-
 class Replay:
     """An FX graph under construction. Every method that adds a node returns it.
 
@@ -85,7 +73,8 @@ class Replay:
         made = tree_map_only(Tensor, Tensor.make, value)
         if parameter is not None:
             made = nn.Parameter(made.detach(), made.requires_grad)
-            node.meta["grapharg"] = _GraphArg(made, _NamedSource(f"L['self'].{parameter}"))
+            source = SimpleNamespace(name=f"L['self'].{parameter}")
+            node.meta["grapharg"] = SimpleNamespace(example=made, source=source)  # as Dynamo's
         self._inputs.append(made)
         return node
 

@@ -54,7 +54,7 @@ def worst_layers(
 
     Raises ValueError where a size is symbolic, so that nothing is known of costs.
     """
-    room = budget * total_size(modules, of, device)
+    room = budget * sum(_size(m, of, device) for m in modules)
     by_name = {m["module"]: m for m in modules}
     # The best choices found so far at each cost: (cost, error removed, kind -> (value, its part)).
     best: list[tuple[float, float, dict[tuple[str, ...], tuple[str, float]]]] = [(0.0, 0.0, {})]
@@ -63,7 +63,7 @@ def worst_layers(
         found = list(best)
         for value in ("fp8", "bf16"):
             gain = sum(_removed(m, value) for m in members)
-            cost = sum(cost_of(m, of, device, value) for m in members) if gain > 0 else math.inf
+            cost = sum(_cost(m, of, device, value) for m in members) if gain > 0 else math.inf
             found += [
                 (at + cost, removed + gain, choices | {tuple(kind): (value, gain)})
                 for at, removed, choices in best
@@ -82,16 +82,9 @@ def _by_removed(choice: tuple[float, float, Any]) -> tuple[float, float]:
     return removed, -cost
 
 
-def rules_of(chosen: Mapping[tuple[str, ...], str], names: Sequence[str]) -> dict[str, str]:
-    """The policy's rules for what `worst_layers` chose; they match no other of ``names``."""
+def policy_of(chosen: Mapping[tuple[str, ...], Any], names: Sequence[str]) -> dict[str, Any]:
+    """The rules that give each kind its value; they match no other of ``names``."""
     return {p: value for kind, value in chosen.items() for p in patterns_of(kind, names)}
-
-
-def policy_of(
-    kinds: Iterable[Sequence[str]], names: Sequence[str], value: Any = "bf16"
-) -> dict[str, Any]:
-    """The rules that give ``value`` to these kinds, and to none of the other ``names``."""
-    return {pattern: value for kind in kinds for pattern in patterns_of(kind, names)}
 
 
 def after(given: Mapping[str, Any], rules: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,12 +92,7 @@ def after(given: Mapping[str, Any], rules: Mapping[str, Any]) -> dict[str, Any]:
     return {p: v for p, v in given.items() if p not in rules} | dict(rules)
 
 
-def total_size(modules: Iterable[Mapping[str, Any]], of: str, device: str) -> float:
-    """The FLOPs, or the time, of all quantized matmuls: a budget is a share of it."""
-    return sum(_size(m, of, device) for m in modules)
-
-
-def cost_of(module: Mapping[str, Any], of: str, device: str, value: str = "bf16") -> float:
+def _cost(module: Mapping[str, Any], of: str, device: str, value: str) -> float:
     """The part of the budget that a module in bf16 or fp8 uses up."""
     size = _size(module, of, device)
     if of == "flops":  # a GEMM in FP8 takes twice the time of one in FP4, in BF16 four times

@@ -103,12 +103,6 @@ class Browser:
             actions = actions.send_keys(getattr(Keys, key) if key.isupper() else key)
         actions.perform()
 
-    def choose(self, css: str, value: str) -> None:
-        """An option of a select."""
-        from selenium.webdriver.support.ui import Select
-
-        Select(self.find(css)).select_by_visible_text(value)
-
     def errors(self) -> list[str]:
         """The page's console messages since the last call."""
         return [entry["message"] for entry in self.driver.get_log("browser")]

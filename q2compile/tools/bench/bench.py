@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -68,18 +68,6 @@ ON_CPU = Sizes(
 )
 
 
-class FastestGemm(NamedTuple):
-    """The fastest kernel for products a [M, K] by b [N, K] of a format.
-
-    algorithm: of cuBLASLt's (cublaslt.Algorithm) the fastest; None for another kernel
-    """
-
-    format: str
-    shape: tuple[int, int, int]  # M, N, K
-    fastest: str
-    algorithm: tuple[int, ...] | None = None
-
-
 @dataclass
 class Bench:
     """A device, and what was found on it.
@@ -93,7 +81,6 @@ class Bench:
     sheet: Device | None = None
     log: Log | None = None
     group: str = ""
-    fastest: list[FastestGemm] = field(default_factory=list)
 
     @classmethod
     def of(cls, device: torch.device, log: Log | None = None, group: str = "") -> Bench:

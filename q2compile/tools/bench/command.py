@@ -5,14 +5,15 @@
     q2compile bench --read FILE
 
 Prints what it finds and writes the same as a report (report.py), to be sent back. Each group runs
-in a process of its own with a time limit. On a GPU that has several kernels for FP4 GEMMs it says
-which of them, and which of cuBLASLt's algorithms, was the fastest at each shape. A CPU runs its C++
-kernels and references at small sizes, which shows that they work and nothing about speed. --read
-prints a report of another machine, and what is wrong there.
+in a process of its own with a time limit: a kernel that crashes or hangs takes this process with it
+and not the report. A CPU runs its C++ kernels and references at small sizes,
+which shows that they work and nothing about speed. --read prints a report of another machine, and
+what is wrong there.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import subprocess
@@ -20,7 +21,6 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,11 +31,12 @@ from q2compile.errors import ConfigError, one_of
 from q2compile.tools.arguments import BENCH_UNITS
 from q2compile.tools.bench import machine
 from q2compile.tools.bench.bench import Bench
-from q2compile.tools.bench.measurements import GROUPS
+from q2compile.tools.bench.measurements import GROUPS, measured
 from q2compile.tools.bench.report import SCHEMA, Line, Log, doubts, faults, read, text
 
 _MOST_CHARACTERS = 4000  # characters of a process's stderr that a report keeps
-_GROUP = (sys.executable, "-m", "q2compile.tools.bench.child")
+_BEFORE_THE_LIMIT = 5.0  # seconds in which a hang's traceback can be written
+_GROUP = (sys.executable, "-m", "q2compile.tools.bench.command")
 _ON_CPU = ": torch sees no GPU. C++ kernels and references run at small sizes; times say little"
 
 
@@ -59,8 +60,6 @@ def run(options: Namespace) -> int:
     for group in groups:
         run_group(group, log, out, start, options.limit)
     print()
-    if fastest := _fastest(read(out)):
-        print(fastest)
     log.write("done", seconds=round(time.time() - start, 1))
     wrong = _print_faults(read(out))
     print(f"{out} written, after {time.time() - start:.0f} s")
@@ -146,10 +145,23 @@ def _stop(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def _fastest(lines: Sequence[Line]) -> str:
-    """How often each kernel was the fastest for a product, in words; "" where none was compared."""
-    found = [
-        one["fastest"] for line in lines if line["kind"] == "fastest" for one in line["choices"]
-    ]
-    text = ", ".join(f"{name} at {count}" for name, count in Counter(found).items())
-    return text and f"fastest   of {len(found)} products: {text}"
+def measure_group(group: str, path: Path, start: float) -> None:
+    """Appends the lines of a group to a report, and prints its rows."""
+    log = Log(path, start)
+    log.write("begun", group=group, name="the first use of the device")
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    log.write("state", group=group, when="before", state=machine.state(device))
+    print(f"\n{group}", flush=True)
+    for row in measured(Bench.of(device, log, group)):
+        line = row.as_line()
+        log.write("row", **line)
+        print(text(line), flush=True)
+    log.write("state", group=group, when="after", state=machine.state(device))
+
+
+if __name__ == "__main__":  # GROUP FILE START LIMIT
+    group, path, start, limit = sys.argv[1:]
+    faulthandler.enable()
+    if float(limit) > 2 * _BEFORE_THE_LIMIT:
+        faulthandler.dump_traceback_later(float(limit) - _BEFORE_THE_LIMIT)
+    measure_group(group, Path(path), float(start))

@@ -23,6 +23,7 @@ from q2compile.recipes.resolve import resolve
 from q2compile.runtime_kernels.choice import kernels
 from q2compile.runtime_kernels.cuda.gemm import cublaslt
 from q2compile.runtime_kernels.cuda.gemm.cublaslt_fp4 import product_of
+from q2compile.runtime_kernels.kernel_states import REJECTED
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED
 from q2compile.runtime_kernels.registry import (
     CUBLASLT_FP4,
@@ -32,15 +33,23 @@ from q2compile.runtime_kernels.registry import (
     select,
 )
 from q2compile.runtime_kernels.selfcheck import GEMM_ERROR
-from q2compile.tools.bench import host
-from q2compile.tools.bench.bench import Bench, FastestGemm, failed, timed
-from q2compile.tools.bench.cases import CASES, OTHERS, calls_of_host, calls_of_quantizers, step_of
-from q2compile.tools.bench.checks import checks, hashes
+from q2compile.tools.bench import codes, host
+from q2compile.tools.bench.bench import Bench, failed, timed
+from q2compile.tools.bench.cases import CASES, OTHERS, calls_of_quantizers, launch_call, step_of
 from q2compile.tools.bench.llama_block import Block, LlamaBlock
 from q2compile.tools.bench.losses import losses
 from q2compile.tools.bench.rates import rates
-from q2compile.tools.bench.report import FAULT, MEASURED, NOISE, BenchRow, Times
+from q2compile.tools.bench.report import (
+    FAULT,
+    MEASURED,
+    NOISE,
+    PASSED,
+    UNSUPPORTED,
+    BenchRow,
+    Times,
+)
 from q2compile.tools.bench.timing import Call, host_microseconds
+from q2compile.tools.kernel_rows import checked_rows, device_rows
 
 RECIPE = "quartet2"
 _FORMATS = {"nvfp4": "nvfp4_46_pow2", "mxfp4": "mxfp4_rtn"}
@@ -73,18 +82,13 @@ def _median(times: Mapping[str, Times], name: str) -> float | None:
 
 
 def products(bench: Bench) -> Iterator[BenchRow]:
-    """Each GEMM kernel at each shape, and each algorithm of cuBLASLt's, beside BF16's GEMM; the
-    fastest are noted."""
+    """Each GEMM kernel at each shape, and each algorithm of cuBLASLt's, beside BF16's GEMM."""
     for format in _FORMATS:
         for shape in bench.sizes.products:
             yield from _product(bench, format, shape)
-    if bench.on_gpu:
-        yield from _product(bench, "nvfp4", bench.sizes.products[0], bias=True)
 
 
-def _product(
-    bench: Bench, format: str, shape: tuple[int, int, int], *, bias: bool = False
-) -> Iterator[BenchRow]:
+def _product(bench: Bench, format: str, shape: tuple[int, int, int]) -> Iterator[BenchRow]:
     m, n, k = shape
     names = (*_OF_CODES, CUDA_BF16) if bench.on_gpu else (REFERENCE,)
     count = bench.inputs((m * k + n * k) // 2)
@@ -92,18 +96,12 @@ def _product(
         [torch.randn(size, k, device=bench.device).bfloat16() for _ in range(count)]
         for size in (m, n)
     )
-    added = torch.randn(n, device=bench.device).bfloat16() if bias else None
 
     def arguments(name: str) -> list[tuple[Any, ...]]:
         scheme = _FORMATS[format] + (SWIZZLED if name in _OF_CODES else "")
-
-        def quantized(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return tuple(torch.ops.q2.quantize(x, scheme=scheme, rowwise=True, columnwise=False))
-
-        return [
-            (*quantized(x), *quantized(w), added, scheme, scheme, torch.bfloat16)
-            for x, w in zip(xs, ws, strict=True)
-        ]
+        pairs = zip(xs, ws, strict=True)
+        codes = ((*_rowwise(x, scheme), *_rowwise(w, scheme)) for x, w in pairs)
+        return [(*parts, None, scheme, scheme, torch.bfloat16) for parts in codes]
 
     results: dict[str, torch.Tensor] = {}
 
@@ -112,62 +110,57 @@ def _product(
         given = arguments(kernel)
         made = [partial(select("gemm", args, kernel), *args) for args in given]
         if algorithm is not None:
-            cublaslt.plan(product_of(given[0][0], given[0][3], added, torch.bfloat16), algorithm)
+            cublaslt.plan(product_of(given[0][0], given[0][3], None, torch.bfloat16), algorithm)
         results[name] = made[0]()
         return [*made]
 
-    listed = _algorithms(arguments, added) if format == "nvfp4" and bench.on_gpu else {}
+    listed = _algorithms(arguments) if format == "nvfp4" and bench.on_gpu else {}
     tried = [name for name in names if name != CUBLASLT_FP4 or not listed]
-    plain: list[Call] = [partial(F.linear, x, w, added) for x, w in zip(xs, ws, strict=True)]
+    plain: list[Call] = [partial(F.linear, x, w) for x, w in zip(xs, ws, strict=True)]
     times, errors = bench.times(
         {_BF16: lambda: plain}
         | {name: partial(calls, name) for name in tried}
         | {name: partial(calls, name, algorithm) for name, algorithm in listed.items()}
     )
-    usual = CUDA_BF16 if bench.on_gpu else REFERENCE
-    able = {}
     for name in (*listed, *tried):
         kernel = name.partition(_SEPARATOR)[0]
-        words = f"{format} {name}{' with a bias' if bias else ''}"
-        row = BenchRow("products", words, shape, beside=_BF16, kernel=kernel)
+        row = BenchRow("products", f"{format} {name}", shape, beside=_BF16, kernel=kernel)
         row.beside_microseconds = _median(times, _BF16)
         row.predicted = _predicted_product(bench.sheet, format, shape, kernel)
         timed(row, times.get(name), errors.get(name))
         if name in listed:
             row.more["algorithm"] = listed[name]._asdict()
-        wrong = _disagreement(results, name, usual)
-        if wrong and row.status == MEASURED:
-            row.status, row.why = FAULT, wrong
-        if kernel in _OF_CODES and row.status == MEASURED:
-            able[name] = times[name].median
-        yield row
-    if len(able) > 1 and not bias:
-        best = min(able, key=able.__getitem__)
-        kernel, algorithm = best.partition(_SEPARATOR)[0], listed.get(best)
-        bench.fastest.append(FastestGemm(format, shape, kernel, algorithm))
+        yield _compared(row, results, name, CUDA_BF16 if bench.on_gpu else REFERENCE)
+
+
+def _rowwise(x: torch.Tensor, scheme: str) -> list[torch.Tensor]:
+    return torch.ops.q2.quantize(x, scheme=scheme, rowwise=True, columnwise=False)
 
 
 def _algorithms(
-    arguments: Callable[[str], list[tuple[Any, ...]]], bias: torch.Tensor | None
+    arguments: Callable[[str], list[tuple[Any, ...]]],
 ) -> dict[str, cublaslt.Algorithm]:
     """cuBLASLt's algorithms, by the name of a row; {} if its kernel serves no product here."""
     args = arguments(CUBLASLT_FP4)[0]
     try:
         select("gemm", args, CUBLASLT_FP4)
-        found = cublaslt.plan(product_of(args[0], args[3], bias, torch.bfloat16)).algorithms
+        found = cublaslt.plan(product_of(args[0], args[3], None, torch.bfloat16)).algorithms
     except Exception:  # the row of the kernel says why
         return {}
     return {f"{CUBLASLT_FP4}{_SEPARATOR}{i}": one for i, one in enumerate(found)}
 
 
-def _disagreement(results: Mapping[str, torch.Tensor], name: str, usual: str) -> str:
-    """How a candidate's result differs from that of the BF16 GEMM of dequantized operands, by more
-    than the self-check allows; "" if it does not."""
-    if name not in results or usual not in results:
-        return ""
-    got, want = results[name].float(), results[usual].float()
-    off = ((got - want).norm() / want.norm()).item()
-    return "" if off <= GEMM_ERROR[torch.bfloat16] else f"it is wrong: relative error {off:.1e}"
+def _compared(
+    row: BenchRow, results: Mapping[str, torch.Tensor], name: str, usual: str
+) -> BenchRow:
+    """A row with a fault if a candidate's result differs from that of the BF16 GEMM of dequantized
+    operands by more than the self-check allows."""
+    if row.status == MEASURED and usual in results:
+        got, want = results[name].float(), results[usual].float()
+        off = ((got - want).norm() / want.norm()).item()
+        if not off <= GEMM_ERROR[torch.bfloat16]:
+            row.status, row.why = FAULT, f"it is wrong: relative error {off:.1e}"
+    return row
 
 
 def _predicted_product(
@@ -199,16 +192,8 @@ def grouped(bench: Bench) -> Iterator[BenchRow]:
     }
     for format, scheme in _FORMATS.items():
         for gemm, (a, b) in shapes.items():
-            parts = [
-                part
-                for shape in (a, b)
-                for part in torch.ops.q2.quantize(
-                    torch.randn(shape, device=bench.device).bfloat16(),
-                    scheme=scheme,
-                    rowwise=True,
-                    columnwise=False,
-                )
-            ]
+            operands = (torch.randn(shape, device=bench.device).bfloat16() for shape in (a, b))
+            parts = (part for operand in operands for part in _rowwise(operand, scheme))
             args = (*parts, ends, scheme, scheme, gemm, torch.bfloat16)
             yield from _grouped(bench, f"{format} {gemm}", args)
 
@@ -229,62 +214,39 @@ def _grouped(bench: Bench, words: str, args: tuple[Any, ...]) -> Iterator[BenchR
         )
         row.beside_microseconds = _median(times, names[-1])
         timed(row, times.get(name), errors.get(name))
-        wrong = _disagreement(results, name, names[-1])
-        if wrong and row.status == MEASURED:
-            row.status, row.why = FAULT, wrong
-        yield row
+        yield _compared(row, results, name, names[-1])
 
 
 def linear(bench: Bench) -> Iterator[BenchRow]:
-    """Forward and backward of one linear in bf16 by each recipe, beside plain Inductor; and with a
-    bias by one."""
+    """Forward and backward of one linear in bf16 by each recipe, beside plain Inductor."""
     for recipe in RECIPES:
         if recipe != "bf16":
             yield _linear(bench, recipe)
-    yield _linear(bench, RECIPE, bias=True)
 
 
-def _linear(bench: Bench, recipe: str, *, bias: bool = False) -> BenchRow:
+def _linear(bench: Bench, recipe: str) -> BenchRow:
     tokens, outputs, inputs = bench.sizes.linear
-    name = f"{recipe}, forward and backward{', with a bias' if bias else ''}"
+    name = f"{recipe}, forward and backward"
     bench.begun(name)
     row = BenchRow("linear", name, bench.sizes.linear, beside=_BF16)
     try:
         steps = {}
         for backend in ("inductor", "quartet2"):
             torch._dynamo.reset()
-            layer = nn.Linear(inputs, outputs, bias, bench.device, torch.bfloat16)
+            layer = nn.Linear(inputs, outputs, False, bench.device, torch.bfloat16)
             x = torch.randn(tokens, inputs, device=bench.device, dtype=torch.bfloat16)
             steps[backend] = _step(layer, x, backend, recipe)
         times = bench.steps(steps)
-        if bench.on_gpu:
-            row.more["kernels"] = launched(steps["quartet2"])
     except Exception as error:  # the other recipes are measured
         failed(row, error)
         return row
     row.beside_microseconds = times["inductor"].median
     if bench.sheet:
         sizes, devices = bench.sizes.linear, (bench.sheet,)
-        found = predict(resolve(recipe), sizes, devices=devices, x_fuses=False, bias=bias)
+        found = predict(resolve(recipe), sizes, devices=devices, x_fuses=False)
         assert found is not None
         row.predicted = 1e6 * found.times(bench.sheet)[1]
     return timed(row, times["quartet2"])
-
-
-def launched(step: Call) -> list[str]:
-    """The kernels of a step and their microseconds, as torch's profiler sees them; what it raised
-    where it cannot."""
-    try:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            step()
-            torch.cuda.synchronize()
-    except Exception as error:
-        return [f"{type(error).__name__}: {error}"[:300]]
-    return [
-        f"{event.count} x {event.key[:120]}: {event.self_device_time_total:.1f} us"
-        for event in profile.key_averages()
-        if event.self_device_time_total
-    ]
 
 
 def block(bench: Bench) -> Iterator[BenchRow]:
@@ -338,9 +300,9 @@ def _step(module: nn.Module, x: torch.Tensor, backend: str, recipe: str) -> Call
 def on_host(bench: Bench) -> Iterator[BenchRow]:
     """Host times of calls."""
     if bench.on_gpu:
-        for name, call in calls_of_host(bench.device).items():
-            bench.begun(name)
-            yield BenchRow("host", name, (256, 256), microseconds=host_microseconds(call))
+        bench.begun("host_launch")
+        micro = host_microseconds(launch_call(bench.device))
+        yield BenchRow("host", "host_launch", microseconds=micro)
     repeats = bench.sizes.host_repeats
     bench.begun("calls")
     each = host.per_call(bench.device, *bench.sizes.host_calls, repeats=repeats)
@@ -360,6 +322,44 @@ def _host_row(name: str, shape: tuple[int, ...], own: float, bf16: float | None 
         return BenchRow("host", name, shape, NOISE, why=why)
     beside = "" if bf16 is None else _BF16
     return BenchRow("host", name, shape, microseconds=own, beside=beside, beside_microseconds=bf16)
+
+
+def checks(bench: Bench) -> Iterator[BenchRow]:
+    """The self-check of every kernel, anew, in a process of its own: one that traps or hangs does
+    not hide the others."""
+    if not bench.on_gpu:
+        why = "no CUDA device: `q2compile doctor` checks the kernels of a CPU"
+        yield BenchRow("checks", "all", status=UNSUPPORTED, why=why)
+        return
+    rows = list(device_rows(bench.device))
+    for found in checked_rows(rows, True, lambda row: bench.begun(f"{row.name} {row.scheme}")):
+        status = {PASSED: PASSED, REJECTED: FAULT}.get(found.state, UNSUPPORTED)
+        name = f"{found.of} {found.scheme}"
+        row = BenchRow("checks", name, status=status, kernel=found.kernel, why=found.reason)
+        row.more = {"milliseconds": found.milliseconds}
+        if found.traceback:
+            row.more["traceback"] = found.traceback
+        yield row
+
+
+def hashes(bench: Bench) -> Iterator[BenchRow]:
+    """The codes of a large matrix by every quantizer of the recipes, which must be those of the
+    references on a CPU."""
+    shape = codes.SHAPE if bench.on_gpu else codes.SMALL
+    expected = codes.shipped(shape)
+    for name, make in codes.calls(bench.device, shape):
+        bench.begun(name)
+        row = BenchRow("codes", name, shape, status=PASSED)
+        try:
+            call = make()
+            row.kernel = codes.kernel_of(call)
+            found = codes.hashes(call)
+            row.why = codes.differences(found, expected[name])
+            if row.why:
+                row.status, row.more = FAULT, {"hashes": found}
+        except Exception as error:
+            failed(row, error)
+        yield row
 
 
 GROUPS: dict[str, Callable[[Bench], Iterator[BenchRow]]] = {

@@ -8,7 +8,6 @@ or a hang loses nothing of what was found before it.
     state      clocks, power, temperature and throttling, before and after a group
     row        what was found of one thing (Row)
     ended      how the process of a group ended, and the end of its stderr
-    fastest    the fastest GEMM kernel and algorithm at each shape
     done       nothing is missing
 
 Every line has "at", seconds since the beginning. `faults` says from the lines alone what is wrong

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The runs of `compare`: bf16, the recipe, each of its GEMMs alone, each module alone, each kind of
-layer alone in FP8."""
+layer alone in FP8; and the command."""
 
 from __future__ import annotations
 
+import json
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +21,9 @@ from q2compile.recipes.option_types import RecipeChange, RecipeName
 from q2compile.recipes.published import RECIPES
 from q2compile.recipes.recipe import GEMMS
 from q2compile.tools.as_it_was import as_it_was, same_random_numbers
-from q2compile.tools.batches import all_batches, arguments_of
-from q2compile.tools.compare.measurements import Comparison, ModuleError
+from q2compile.tools.compare.measurements import Comparison, ModuleError, check_budget
 from q2compile.tools.compare.probe import Probes, Run
+from q2compile.tools.given import all_batches, arguments_of, built
 from q2compile.tools.worst_layers import kinds_of
 from q2compile.torch_internals.dynamo import not_compiled, original_module
 from q2compile.torch_internals.fsdp import values_too
@@ -206,10 +210,10 @@ class _Runs:
                 ModuleError.of(
                     rows,
                     [r for r in self._probes.rows_in_fp8 if r.module == module],
-                    {gemm: self._probes.noted(module, gemm).relative for gemm in GEMMS},
-                    None if gradient is None else sum(gradient) / len(gradient),
-                    effects.get(module),
-                    in_fp8.get(module),
+                    **{gemm: self._probes.noted(module, gemm).relative for gemm in GEMMS},
+                    gradient=None if gradient is None else sum(gradient) / len(gradient),
+                    effect=effects.get(module),
+                    fp8_effect=in_fp8.get(module),
                 )
             )
         return modules
@@ -230,3 +234,64 @@ def _relative(gradients: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> f
         difference += float((gradients[name].double() - g).square().sum())
         norm += float(g.square().sum())
     return (difference / norm) ** 0.5 if norm else 0.0
+
+
+def run(arguments: Namespace) -> int:
+    """Measures, prints the table, writes it, the picture and the options. Returns the status."""
+    # Mistakes are reported before the minutes that measuring takes.
+    check_budget(arguments.budget)
+    config = Config.from_options({} if arguments.recipe is None else {"recipe": arguments.recipe})
+    model, batches, loss = built(arguments.build)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    device = next(model.parameters()).device.type
+    autocast = (
+        torch.autocast(device, getattr(torch, arguments.autocast))
+        if arguments.autocast
+        else nullcontext()
+    )
+    with autocast:
+        comparison = compare(
+            model,
+            batches,
+            config.recipe,
+            loss=loss,
+            options={"policy": config.policy, "global_scale": config.global_scale},
+        )
+    print(comparison, end="\n\n")
+    limits = (arguments.budget, arguments.of, arguments.device)
+    chosen = comparison.chosen(*limits)
+    options = json.dumps(comparison.options(*limits), indent=2)
+    if chosen:
+        share = sum(comparison.share(module) or 0.0 for module in chosen)
+        print(
+            f"{len(chosen)} of {len(comparison.modules)} modules leave {comparison.recipe}, for "
+            f"{arguments.budget:.0%} of the {arguments.of}; they account for {share:.0%} of the "
+            "gradient's squared error:"
+        )
+    else:
+        print(
+            f"no module fits into {arguments.budget:.0%} of the {arguments.of}; a larger --budget "
+            "takes the worst:"
+        )
+    print(options)
+    data = {
+        **comparison.to_json(),
+        "limits": dict(zip(("budget", "of", "device"), limits, strict=True)),
+    }
+    print("wrote " + ", ".join(map(str, _written(arguments.out, comparison, data, options))))
+    return 0
+
+
+def _written(
+    folder: Path, comparison: Comparison, data: Mapping[str, Any], options: str
+) -> list[Path]:
+    """The files of a comparison; without the picture where matplotlib is not installed."""
+    written = [folder / name for name in ("compare.json", "options.json", "compare.png")]
+    written[0].write_text(json.dumps(data, indent=1), encoding="utf-8")
+    written[1].write_text(options, encoding="utf-8")
+    try:
+        comparison.draw(written[2])
+    except ImportError:
+        print("no picture: matplotlib is not installed (pip install matplotlib)")
+        return written[:2]
+    return written

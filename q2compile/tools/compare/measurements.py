@@ -4,7 +4,6 @@ follows from them."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,11 +17,8 @@ from q2compile.report.printable import aligned, printable
 from q2compile.report.row import Row, shape_text
 from q2compile.tools.worst_layers import (
     after,
-    cost_of,
+    policy_of,
     rank_of,
-    ranked,
-    rules_of,
-    total_size,
     worst_layers,
 )
 
@@ -69,13 +65,10 @@ class ModuleError:
         cls,
         rows: Sequence[Row],
         in_fp8: Sequence[Row],
-        errors: dict[str, float | None],
-        gradient: float | None,
-        effect: float | None,
-        fp8_effect: float | None,
+        **measured: float | None,
     ) -> ModuleError:
-        """The errors of a module from its rows under the recipe and under fp8. Each shape that was
-        compiled counts once."""
+        """A module with its costs, from its rows under the recipe and under fp8. Each shape that
+        was compiled counts once. measured: fields by name."""
         rows, in_fp8 = (list({r.shape: r for r in of}.values()) for of in (rows, in_fp8))
         flops = [row.flops for row in rows if isinstance(row.flops, int)]
 
@@ -84,14 +77,10 @@ class ModuleError:
                 return {}
             return {d.column: sum(r.predicted[d.column][key] for r in rows) for d in DEVICES}
 
+        fields: dict[str, Any] = dict(measured)
         return cls(
             rows[0].module,
             shape_text(rows[0]),
-            fprop=errors["fprop"],
-            dgrad=errors["dgrad"],
-            wgrad=errors["wgrad"],
-            gradient=gradient,
-            effect=effect,
             flops=sum(flops) if len(flops) == len(rows) else None,
             microseconds=predicted("microseconds"),
             bf16_microseconds=predicted("bf16_microseconds"),
@@ -100,7 +89,7 @@ class ModuleError:
                 device: {key: predicted(key)[device] for key in ENDS}
                 for device in predicted("microseconds")
             },
-            fp8_effect=fp8_effect,
+            **fields,
         )
 
 
@@ -149,20 +138,6 @@ class Comparison:
         by_name = {m.module: m for m in self.modules}
         return [by_name[name] for kind in self._chosen(budget, of, device) for name in kind]
 
-    def too_large(
-        self, budget: float, of: str = "flops", device: str = DEVICES[0].column
-    ) -> tuple[list[ModuleError], float] | None:
-        """The worst kind of layer and the budget that it needs, rounded up to a percent, if that is
-        more than ``budget``."""
-        modules = self._as_json()
-        worst = ranked(modules)[0]
-        if tuple(worst) in self._chosen(budget, of, device):
-            return None
-        cost = sum(cost_of(m, of, device) for m in modules if m["module"] in worst)
-        share = cost / total_size(modules, of, device)
-        kind = [m for m in self.modules if m.module in worst]
-        return kind, min(1.0, math.ceil(100 * share - 1e-6) / 100)
-
     def _chosen(self, budget: float, of: str, device: str) -> dict[tuple[str, ...], str]:
         one_of("of", of, ("flops", "time"))
         one_of("device", device, [d.column for d in DEVICES])
@@ -190,7 +165,7 @@ class Comparison:
         outside [0, 1], and if a size is symbolic, so that costs are not known.
         """
         names = [*(m.module for m in self.modules), *self.left]
-        return rules_of(self._chosen(budget, of, device), names)
+        return policy_of(self._chosen(budget, of, device), names)
 
     def options(
         self, budget: float, of: str = "flops", device: str = DEVICES[0].column

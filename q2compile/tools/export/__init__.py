@@ -6,11 +6,11 @@
     codes.py         the codes of a weight, and common global scales
     formats.py       what each format stores, under which names
     names.py         the names that Hugging Face's loaders expect
-    job.py           the settings and the result of an export
     shards.py        files that appear whole or not at all
-    write.py         layer by layer into them;  configs.py  the JSON files beside them
+    write.py         layer by layer into them, and the JSON files beside them
     ranks.py         work that one rank does for all that export the same model
-    export.py        all of it, in order;  command.py  the same for a checkpoint
+    options.py       the options that a model was trained with
+    export.py        all of it, in order, and the command
 
 May import what the rest of `tools` may.
 """

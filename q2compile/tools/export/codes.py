@@ -3,8 +3,7 @@
 
 A loader that fuses q, k and v (or gate and up) keeps one global scale for all. Ours are powers of
 two, so block scales move to another one by an exact power of two, as long as e4m3 holds them: 4
-significant bits down to 2^-6, fewer down to 2^-9, up to 448. A scale is one of 256 bytes, so what
-moves and what is lost is looked up in a table.
+significant bits down to 2^-6, fewer down to 2^-9, up to 448.
 """
 
 from __future__ import annotations
@@ -152,13 +151,12 @@ def with_common_scale(members: dict[str, Codes]) -> dict[str, Codes]:
                 "(global_scale='exact', or a scheme that shrinks), so its block scales can't be "
                 "moved to another one exactly"
             )
-    tops = [_top(codes) for codes in members.values()]
-    top = torch.stack(tops).amax()
-    common = pow2_global_scale(top, E4M3_MAX)
+    tops = [codes.scales.float().abs().amax() * codes.global_scale for codes in members.values()]
+    common = pow2_global_scale(torch.stack(tops).amax(), E4M3_MAX)
     found = {}
     for name, codes in members.items():
         try:
-            found[name] = moved(codes, common)
+            found[name] = _moved(codes, codes.scales.float(), common)
         except InexactError as error:
             raise InexactError(f"{name}: {error}") from None
     return found
@@ -170,56 +168,27 @@ def as_nvfp4(codes: Codes) -> Codes:
     if codes.block_format != "mxfp4":
         return codes
     zero = (_packed(codes).view(*codes.scales.shape, 16) == 0).all(-1)
-    exponents = codes.scales.view(torch.uint8)
-    if ((exponents == 0) & ~zero).any():
+    if ((codes.scales.view(torch.uint8) == 0) & ~zero).any():
         raise InexactError("block scales of 2^-127 are below what NVFP4 holds")
-    scales = torch.where(zero, 0, exponents).repeat_interleave(2, 1)
-    wide = replace(codes, scales=scales.view(torch.float8_e8m0fnu))
-    present = _present(wide)
-    present[0] = False  # 2^-127, the scale of a block of zeros: any will do
-    top = torch.where(present, _values(wide), 0.0).amax() * codes.global_scale
-    return moved(wide, pow2_global_scale(top, E4M3_MAX), zero=0)
+    # The scale of a block of zeros may be any.
+    values = torch.where(zero, 0.0, codes.scales.float()).repeat_interleave(2, 1)
+    return _moved(codes, values, pow2_global_scale(values.amax() * codes.global_scale, E4M3_MAX))
 
 
-def moved(codes: Codes, common: Tensor, zero: int | None = None) -> Codes:
-    """The same values under the global scale ``common``, with e4m3 scales. zero: a byte of the
-    present scales that stands for 0."""
-    values = _values(codes)
-    if zero is not None:
-        values[zero] = 0.0
+def _moved(codes: Codes, values: Tensor, common: Tensor) -> Codes:
+    """The same codes with e4m3 scales under the global scale ``common``. values: of the scales that
+    they have, in fp32."""
     wanted = values * (codes.global_scale / common)
-    table = wanted.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-    rounded = table.float() != wanted
-    counts = _counts(codes)
-    lost = int(torch.where(rounded, counts, 0).sum())
+    scales = wanted.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    lost = int((scales.float() != wanted).sum())
     if lost:
         raise InexactError(
-            f"{lost} of {codes.scales.numel()} {_SCALES[codes.block_format]} are too small for "
+            f"{lost} of {scales.numel()} {_SCALES[codes.block_format]} are too small for "
             f"e4m3 under the global scale {float(common):g} and would be rounded. Its largest one, "
             "or those of layers that a loader fuses with it, need that global scale"
         )
-    scales = table.view(torch.uint8)[codes.scales.view(torch.uint8).int()]
-    return replace(codes, scales=scales.view(torch.float8_e4m3fn), global_scale=common)
+    return replace(codes, scales=scales, global_scale=common)
 
 
 def is_power_of_two(scale: Tensor) -> bool:
     return bool(torch.frexp(scale).mantissa == 0.5)
-
-
-def _values(codes: Codes) -> Tensor:
-    """The fp32 value of each of the 256 bytes of a scale; 0 for NaN."""
-    every = torch.arange(256, dtype=torch.uint8, device=codes.scales.device)
-    return every.view(codes.scales.dtype).float().nan_to_num(0.0)
-
-
-def _counts(codes: Codes) -> Tensor:
-    return torch.bincount(codes.scales.view(torch.uint8).int().flatten(), minlength=256)
-
-
-def _present(codes: Codes) -> Tensor:
-    return _counts(codes) > 0
-
-
-def _top(codes: Codes) -> Tensor:
-    """The largest block scale, global scale and all."""
-    return torch.where(_present(codes), _values(codes).abs(), 0.0).amax() * codes.global_scale

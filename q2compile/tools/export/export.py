@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`export`: a trained model as an inference checkpoint of the codes that its forward multiplies."""
+"""`export`: a trained model as an inference checkpoint of the codes that its forward multiplies.
+And the command of that name."""
 
 from __future__ import annotations
 
 import os
+from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from q2compile.config import Config
+from q2compile.capture.module_tree import unwrapped
+from q2compile.config import Config, is_config_file_named
 from q2compile.errors import ConfigError, one_of, shown
 from q2compile.telemetry.read import largest_inputs
 from q2compile.tools.export.formats import (
@@ -24,13 +26,12 @@ from q2compile.tools.export.formats import (
     Format,
     formats_for,
 )
-from q2compile.tools.export.inputs import traced
-from q2compile.tools.export.job import Exported
-from q2compile.tools.export.options import compiled_parts, options_of_training
+from q2compile.tools.export.options import compiled_parts, options_not_known, options_of_training
 from q2compile.tools.export.ranks import Ranks
 from q2compile.tools.export.shards import checked_folder, size_in_bytes
-from q2compile.tools.export.traced import Trace
-from q2compile.tools.export.write import Writer
+from q2compile.tools.export.traced import Trace, traced
+from q2compile.tools.export.write import Exported, Writer
+from q2compile.tools.given import built, given_options
 
 AUTOCAST = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -86,7 +87,7 @@ def export(
     one_of("activations of export", activations, ACTIVATIONS)
     one_of("inexact of export", inexact, ("raise", "leave"))
     limit = size_in_bytes(max_shard_bytes)
-    compiled, model = model, _unwrapped(model)
+    compiled, model = model, _checked_model(model)
     ranks = Ranks(folder, model)
     path = ranks.on_first(lambda: checked_folder(folder))
     if find_spec("safetensors") is None:
@@ -146,12 +147,10 @@ def _check_sources(activations: str, calibration: Any, telemetry: Any) -> None:
         raise ConfigError(f"export: {given[0]}= is for activations='static'; got {activations!r}")
 
 
-def _unwrapped(model: Any) -> nn.Module:
+def _checked_model(model: Any) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise ConfigError(f"export: model: got {shown(model)}; allowed: a torch.nn.Module")
-    while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
-        is_ddp = isinstance(model, DistributedDataParallel)
-        model = model.module if is_ddp else model._orig_mod
+    model = unwrapped(model)
     if not any(True for _ in model.parameters()):
         raise ConfigError("export: the model has no parameters")
     return model
@@ -190,3 +189,125 @@ def _checked_formats(
             f"{', '.join(lacking[0].activations)}{more}"
         )
     return formats
+
+
+_ALLOWED = (
+    "allowed: a folder that save_pretrained wrote, or FILE.py:FUNCTION, a function that returns "
+    "(model, batches), for any other model"
+)
+# The files of processors of pictures and sound. Loading one takes libraries of its own.
+_PROCESSORS = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
+
+
+def run(arguments: Namespace) -> int:
+    """Exports a checkpoint and prints what was written. Returns the status."""
+    # Mistakes are reported before the model is loaded.
+    options = given_options(arguments) or None
+    checked_folder(arguments.folder)
+    checkpoint = arguments.checkpoint
+    if ":" in checkpoint and not Path(checkpoint).is_dir():
+        model, batches, _ = built(checkpoint)
+        beside = None
+    else:
+        known = options is not None or is_config_file_named()
+        model, beside = _loaded(Path(checkpoint), known)
+        batches = None
+    calibrates = arguments.activations == STATIC and arguments.telemetry is None
+    exported = export(
+        model,
+        arguments.folder,
+        format=arguments.format,
+        activations=arguments.activations,
+        options=options,
+        example_inputs=None if batches is None or calibrates else next(batches),
+        autocast=getattr(torch, arguments.autocast),
+        calibration=batches if calibrates else None,
+        telemetry=arguments.telemetry,
+        inexact=arguments.inexact,
+        tokenizer=beside,
+    )
+    print(exported)
+    return 0
+
+
+class _Beside:
+    """The tokenizer and the processor of a checkpoint."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoTokenizer
+
+        has_tokenizer = (folder / "tokenizer_config.json").is_file()
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder) if has_tokenizer else None
+        files = [folder / name for name in _PROCESSORS]
+        self._files = {file.name: file.read_bytes() for file in files if file.is_file()}
+
+    def save_pretrained(self, folder: Path) -> None:
+        if self._tokenizer is not None:
+            self._tokenizer.save_pretrained(folder)
+        for name, content in self._files.items():
+            (folder / name).write_bytes(content)
+
+
+def _loaded(folder: Path, options_known: bool) -> tuple[torch.nn.Module, _Beside]:
+    """The model in a folder that save_pretrained wrote, by the class that was saved, and what
+    belongs to it.
+
+    Raises ConfigError for a folder that does not hold exactly the weights of that class, since
+    transformers would make up the ones that are missing; unless ``options_known``, it raises what
+    `options_not_known` says before it reads any weights.
+    """
+    _check(folder)
+    try:
+        import transformers
+    except ImportError:
+        raise ConfigError(f"{folder}: to load it, pip install transformers") from None
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder)
+        kind = _class_of(config, transformers, folder)
+        if not options_known:
+            with torch.device("meta"):
+                raise options_not_known(kind(config))
+        model, info = kind.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    except ConfigError:
+        raise
+    except (OSError, ValueError, RuntimeError) as error:
+        text = " ".join(str(error).split())[:500]
+        raise ConfigError(f"{folder}: transformers can't load it: {text}") from error
+    for what, names in info.items():
+        if names:
+            first = ", ".join(str(n) for n in sorted(names)[:3])
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise ConfigError(
+                f"{folder}: its weights are not those of {kind.__name__}, which its config.json "
+                f"names; transformers reports {what.replace('_', ' ')}: {first}{more}. Save the "
+                "model again with its own class, or give FILE.py:FUNCTION, which builds it"
+            )
+    return model, _Beside(folder)
+
+
+def _check(folder: Path) -> None:
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "there is no such folder"
+        raise ConfigError(f"{folder}: {what}; {_ALLOWED}")
+    if not (folder / "config.json").is_file():
+        adapter = (folder / "adapter_config.json").is_file()
+        why = "; it holds an adapter: merge it into its model and save that" if adapter else ""
+        raise ConfigError(f"{folder} has no config.json{why}; {_ALLOWED}")
+
+
+def _class_of(config: Any, transformers: Any, folder: Path) -> Any:
+    """The class of transformers that a checkpoint was saved from."""
+    if getattr(config, "quantization_config", None) is not None:
+        raise ConfigError(f"{folder}: it is quantized already; give the checkpoint of the training")
+    names = [name.removeprefix("FSDP") for name in config.architectures or ()]
+    found = getattr(transformers, names[0], None) if len(names) == 1 else None
+    if found is None:
+        raise ConfigError(
+            f"{folder}: its config.json names the classes {names}, and transformers has to have "
+            "exactly one of that name; give FILE.py:FUNCTION, which builds the model"
+        )
+    return found

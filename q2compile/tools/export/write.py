@@ -1,19 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write what a trace found, layer by layer: no rank holds more than the layers that a loader fuses,
-and a file's tensors on the rank that writes.
+and a file's tensors on the rank that writes. Beside them are the JSON files that loaders read of a
+folder, and a record of the export.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from q2compile import __version__
+from q2compile.capture.module_names import plain_name, site_name
 from q2compile.errors import ConfigError
+from q2compile.report.announce import LOG
+from q2compile.runtime_kernels.numerics.schemes import SCHEMES
 from q2compile.tools.export.codes import (
     Codes,
     InexactError,
@@ -21,20 +29,118 @@ from q2compile.tools.export.codes import (
     codes_of,
     with_common_scale,
 )
-from q2compile.tools.export.configs import write_configs
-from q2compile.tools.export.formats import STATIC, input_scale
-from q2compile.tools.export.job import Exported, Job
-from q2compile.tools.export.names import always_tied, module_name, siblings
+from q2compile.tools.export.formats import (
+    FLOAT_QUANTIZED,
+    NVFP4_PACKED,
+    STATIC,
+    Format,
+    compressed_tensors_config,
+    input_scale,
+    modelopt_configs,
+)
+from q2compile.tools.export.names import (
+    always_tied,
+    checkpoint_tensors,
+    is_hugging_face,
+    module_name,
+    siblings,
+    untied,
+)
 from q2compile.tools.export.places import stacked
-from q2compile.tools.export.shards import Shards, new_folder
-from q2compile.tools.export.traced import WeightUse
+from q2compile.tools.export.ranks import Ranks
+from q2compile.tools.export.shards import Shards, new_folder, write_json
+from q2compile.tools.export.traced import Trace, WeightUse
 
+RECORD = "q2compile_export.json"
+_NO_MATMUL = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, nn.modules.conv._ConvNd)
 _ADAPTERS = ("lora_A", "lora_B", "lora_a", "lora_b")
 
 
 @dataclass
-class Writer(Job):
-    """Writes a job's files."""
+class Exported:
+    """The result of an export.
+
+    variant what the format calls itself, "mixed-precision" for FP8 beside 4 bits
+    layers  name of a parameter -> {"site", "scheme", "transform", "format", "dtype", "shape",
+            "transposed", "global_scale", and "input_scale" with static activations}
+    left    name of a parameter, or a site -> why it keeps its precision
+    tied    name of a parameter -> the name that the same tensor is written under
+    notes   what to know before one of the loaders that they name loads the folder
+    """
+
+    folder: str
+    format: str
+    variant: str
+    activations: str
+    layers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{len(self.layers)} quantized weights ({self.variant}, {self.activations}) in "
+            f"{self.folder}"
+        ]
+        lines += [f"left: {name}: {why}" for name, why in self.left.items()]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+
+@dataclass
+class Writer:
+    """An export's settings, see `export.export`, and what writes its files.
+
+    done     what is written so far
+    formats  by the format of a scheme
+    amax     call site -> the largest of its activations
+    """
+
+    model: nn.Module
+    done: Exported
+    ranks: Ranks
+    formats: dict[str, Format]
+    found: Trace
+    amax: dict[str, float]
+    leaves: bool
+    tokenizer: Any
+    limit: int
+
+    @cached_property
+    def state(self) -> dict[str, Tensor]:
+        """The model's state by plain names; parameters are themselves, so tied ones are known."""
+        state = self.model.state_dict(keep_vars=True)
+        return {plain_name(n): t for n, t in state.items() if isinstance(t, Tensor)}
+
+    @property
+    def fmt(self) -> Format:
+        """One of the formats, for what all variants share: names and what loaders look for."""
+        return next(iter(self.formats.values()))
+
+    def format_of(self, codes: Codes) -> Format:
+        return self.formats[SCHEMES[codes.operand.scheme].format]
+
+    @cached_property
+    def tied_heads(self) -> set[str]:
+        """Parameters of a Hugging Face model that are to be quantized, but not under all of their
+        names: heads that are tied to an embedding."""
+        if not self.is_hugging_face:
+            return set()
+        others = {id(t) for name, t in self.state.items() if name not in self.found.uses}
+        return {n for n, t in self.state.items() if n in self.found.uses and id(t) in others}
+
+    @cached_property
+    def is_hugging_face(self) -> bool:
+        return is_hugging_face(self.model)
+
+    def left_tensors(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """A tensor that is written as it is, under its names in the file."""
+        return self.named(name, tensor, stacks=name.removesuffix("_bias") in self.done.layers)
+
+    def named(self, name: str, tensor: Tensor, *, stacks: bool = True) -> dict[str, Tensor]:
+        """A tensor of the model's state under its names in the file; see `checkpoint_tensors`."""
+        if not self.fmt.of_modules or not self.is_hugging_face:
+            return {name: tensor}
+        return checkpoint_tensors(self.model, name, tensor, stacks=stacks)
 
     def write(self) -> Exported:
         """Every rank gets the result, or the error of the rank that writes."""
@@ -191,3 +297,123 @@ def _whole(tensor: Tensor) -> Tensor:
 
 def _is_adapter(name: str) -> bool:
     return any(part in _ADAPTERS for part in name.split("."))
+
+
+def write_configs(job: Writer, folder: Path) -> None:
+    """The record of the export, and the configurations that loaders read."""
+    done = job.done
+    ignore = _ignored(job)
+    done.notes += _notes(job)
+    for note in done.notes:
+        LOG.warning("q2compile: export: %s", note)
+    write_json(folder / RECORD, {"q2compile": __version__, **asdict(done), "folder": ""})
+    quantization, own = None, None
+    if done.format == "compressed-tensors":
+        groups = _groups(job)
+        quantization = compressed_tensors_config(done.variant, groups, done.activations, ignore)
+    elif done.format == "modelopt":
+        quantization, own = modelopt_configs(done.activations, ignore, __version__)
+    if own is not None:
+        write_json(folder / "hf_quant_config.json", own)
+    if job.is_hugging_face:
+        _write_hugging_face(job, folder, quantization)
+    elif quantization is not None:
+        write_json(folder / "config.json", {"quantization_config": quantization})
+    if job.tokenizer is not None:
+        job.tokenizer.save_pretrained(folder)
+
+
+def _groups(job: Writer) -> list[tuple[Format, Sequence[str]]]:
+    """Each format that is used, with the modules in it by their names in the file. The first is
+    that of the experts, which transformers 5.23 takes for all of them."""
+    done = job.done
+    found: dict[str, list[str]] = {}
+    for name, layer in done.layers.items():
+        keys = job.named(name, torch.empty(layer["shape"], device="meta"))
+        found.setdefault(layer["format"], []).extend(module_name(key) for key in keys)
+    formats = {fmt.variant: fmt for fmt in job.formats.values()}
+    if len(found) == 1:
+        return [(formats[variant], ["Linear"]) for variant in found]
+    experts_first = sorted(found, key=lambda v: not any("experts" in name for name in found[v]))
+    return [(formats[variant], found[variant]) for variant in experts_first]
+
+
+def _notes(job: Writer) -> list[str]:
+    """Notes on layers that known loaders can't read."""
+    done = job.done
+    notes = list(job.found.unmatched)
+    taken = [name for name in job.state if name in done.layers]
+    stacks = [name for name in taken if len(done.layers[name]["shape"]) > 2]
+    transposed = [name for name in taken if done.layers[name]["transposed"] and name not in stacks]
+    if job.is_hugging_face and done.format == "compressed-tensors":
+        in_nvfp4 = [n for n in stacks if done.layers[n]["format"] == NVFP4_PACKED.variant]
+        if in_nvfp4:
+            notes.append(
+                f"transformers (seen in 5.23) ignores the global scale of experts, so their values "
+                f"are wrong, without an error: {in_nvfp4[0]} and {len(in_nvfp4) - 1} more"
+            )
+        if transposed:
+            notes.append(
+                "transformers (seen in 5.23) does not load codes into Conv1D, whose weight stays "
+                f"random: {transposed[0]} and {len(transposed) - 1} more"
+            )
+    rounded = []
+    for group in siblings(list(job.state)) if job.fmt.of_modules else ():
+        layers = [done.layers.get(name) for name in group]
+        formats = {layer["format"] if layer else "high precision" for layer in layers}
+        scales = {layer["global_scale"] for layer in layers if layer}
+        if len(formats) > 1:
+            notes.append(
+                f"{', '.join(group)} are in {' and '.join(sorted(formats))}: vLLM fuses them and "
+                "rejects that. Give them one policy"
+            )
+        elif formats == {FLOAT_QUANTIZED.variant} and len(scales) > 1:
+            rounded.append(", ".join(group))
+    if rounded:
+        notes.append(
+            f"vLLM fuses layers to the largest of their FP8 scales, which rounds small values: "
+            f"{rounded[0]} and {len(rounded) - 1} more groups"
+        )
+    return notes
+
+
+def _ignored(job: Writer) -> Sequence[str]:
+    """The modules that hold a matrix that is not quantized, by their names in the file: heads and
+    routers among them. Embeddings, norms and convolutions are no matmuls of a loader."""
+    done = job.done
+    modules = {plain_name(name): module for name, module in job.model.named_modules()}
+    found: dict[str, None] = {}
+    for name, tensor in job.state.items():
+        owner = modules.get(name.rpartition(".")[0])
+        if name in done.layers or tensor.ndim < 2 or isinstance(owner, _NO_MATMUL):
+            continue
+        if 1 in tensor.shape[-2:] and not isinstance(owner, nn.Linear):  # a token, a bias
+            continue
+        if name.removesuffix("_bias") in done.layers:  # of experts, one row each
+            continue
+        shape = torch.empty(tensor.shape, device="meta")
+        site = site_name(name)
+        if not {name, site} & done.left.keys():
+            row = job.found.not_seen.get(site)
+            why = "not seen: no matmul of it came to the backend in this forward"
+            done.left[site] = row.why if row else why
+        for key in job.left_tensors(name, shape):
+            found[module_name(key)] = None
+    return list(found)
+
+
+def _write_hugging_face(job: Writer, folder: Path, quantization: dict[str, Any] | None) -> None:
+    """config.json and generation_config.json, as save_pretrained writes them."""
+    done = job.done
+    model: Any = job.model
+    in_codes = {id(job.state[name]) for name in done.layers}
+    tied = any(id(t) in in_codes and n not in done.layers for n, t in job.state.items())
+    # A tied head may be quantized, and its embedding not.
+    config = untied(model.config) if tied else copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    config.dtype = next(iter(job.found.uses.values()))[0].dtype
+    if quantization is not None:
+        config.quantization_config = quantization
+    config.save_pretrained(folder)
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(folder)

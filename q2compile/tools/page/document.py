@@ -9,11 +9,11 @@ The page is one HTML file, and opening it loads nothing else. Its data is a JSON
     findings   [{"text", "policy", "about"}, ...] (`findings`)
     devices    [{"column": "b200", "name": "B200"}, ...], of the predictions
     assumptions  what the predictions stand on
-    times      the tiles of times (`times.time_tiles`)
+    times      the tiles of times (`time_tiles`)
     recipes    [{"name", "fprop", "dgrad", "wgrad"}, ...]: each distinct one that was used
     rows       report.json's, where recipe is a place in recipes for a row that was taken and null
-               for others; predicted and measured are as `times.beside_bf16` gives them; and beside
-               them error (`errors.Error`, the worst of the matmul's operands, or of its GEMMs by
+               for others; predicted and measured are as `beside_bf16` gives them; and beside
+               them error (`findings.Error`, the worst of the matmul's operands, or of its GEMMs by
                the comparison) and share (of the gradient's squared error), null where they are not
                known; and layer and counts (`model_rows.rows_of_layers`)
     notes      sentences
@@ -30,26 +30,25 @@ import hashlib
 import json
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from typing import Any
 
 from q2compile.cost_model.devices import ASSUMPTIONS, Device, shown_devices
-from q2compile.cost_model.ranges import Range
+from q2compile.cost_model.ranges import Range, own_and_bf16
 from q2compile.recipes.recipe import GEMMS
-from q2compile.report.model_rows import rows_of_layers
-from q2compile.tools.page.errors import (
+from q2compile.report.model_rows import layers, of_model, rows_of_layers
+from q2compile.report.slower import is_slower
+from q2compile.tools.page.findings import (
     Error,
+    findings,
     gemm_errors,
     operand_errors,
     shares,
     worst_by_module,
 )
-from q2compile.tools.page.findings import findings
-from q2compile.tools.page.headline import headline, of_records
-from q2compile.tools.page.times import beside_bf16, time_tiles
-from q2compile.tools.time_words import seconds_text
+from q2compile.tools.time_words import ratio_text, seconds_text, time_words
 
 _STYLES = ("base.css", "report.css")
 _SCRIPTS = (
@@ -67,9 +66,7 @@ _SCRIPTS = (
     "memory.js",
     "report.js",
 )
-# Files of a graph that the page shows as they are, or reads.
-_TEXTS = (".txt", ".py")
-_ORIGINS = "nodes.json"
+_TEXTS = (".txt", ".py")  # of a graph that the page shows
 _FACTS = ("versions", "commit", "device", "date", "command", "options")
 
 
@@ -195,10 +192,91 @@ def _row(
 
 def _graph(number: int, files: Mapping[str, str]) -> dict[str, Any]:
     passes = json.loads(files.get("passes.json", "[]"))
-    shown = (name for name in sorted(files) if name.endswith(_TEXTS) or name == _ORIGINS)
+    shown = (name for name in sorted(files) if name.endswith(_TEXTS))
     return {
         "number": number,
         "texts": {name: files[name] for name in shown},
         "passes": [{**of, "time": seconds_text(Range.exactly(of["seconds"]))} for of in passes],
-        "saved": json.loads(files.get(_ORIGINS, "{}")).get("saved"),
+        "saved": json.loads(files.get("nodes.json", "{}")).get("saved"),
     }
+
+
+def headline(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The sentence of a run with a dump."""
+    weights = [row for row in of_model(rows) if row["has_parameter"]]
+    return _taken(layers(weights), layers(row for row in weights if row["taken"]))
+
+
+def of_records(telemetry: Mapping[str, Any]) -> str:
+    """The sentence about what was recorded, for a run without a dump."""
+    steps, modules = telemetry["steps"], {o["module"] for o in telemetry["operands"]}
+    if not steps:
+        return "Nothing is recorded here yet."
+    ranks = len(telemetry["ranks"])
+    of_ranks = f", on {ranks} ranks" if ranks > 1 else ""
+    which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+    plural = "" if len(modules) == 1 else "s"
+    return f"{len(modules)} module{plural}, {which}{of_ranks}."
+
+
+def _taken(weights: Sequence[Mapping[str, Any]], taken: Sequence[Mapping[str, Any]]) -> str:
+    if not weights:
+        return "No matmul with a weight was seen."
+    if not taken:
+        return f"None of the {len(weights)} matmuls with a weight was taken."
+    by_recipe: dict[str, list[Mapping[str, Any]]] = {}
+    for row in taken:
+        by_recipe.setdefault(row["recipe"], []).append(row)
+    if len(by_recipe) == 1:
+        how = f"{_formats(taken)} ({taken[0]['recipe']})"
+    else:
+        counts = ", ".join(f"{len(of)} by {name}" for name, of in by_recipe.items())
+        how = f"{_formats(taken)} ({counts})"
+    of = f"All {len(weights)}" if len(taken) == len(weights) else f"{len(taken)} of {len(weights)}"
+    plural = "matmul" if len(weights) == 1 else "matmuls"
+    runs = "runs" if len(taken) == len(weights) == 1 else "run"
+    return f"{of} {plural} with a weight {runs} in {how}."
+
+
+def _formats(taken: Iterable[Mapping[str, Any]]) -> str:
+    text = " ".join(str(row[gemm]) for row in taken for gemm in ("fprop", "dgrad", "wgrad"))
+    found = [name for name in ("fp8", "nvfp4", "mxfp4") if name in text]
+    return " and ".join(name.upper() for name in found) or "low precision"
+
+
+Data = Mapping[str, Any]
+
+
+def beside_bf16(times: Iterable[Data]) -> dict[str, Any]:
+    """The sum of times on one device: {"ratio": over BF16's, "text": the same with both ends,
+    "words", "slower": as findings say so, "own": {"value", "text"}, "bf16": likewise}."""
+    own, bf16 = own_and_bf16(times)
+    ratio = own / bf16
+    bars = {
+        name: {"value": of.middle, "text": seconds_text(1e-6 * of)}
+        for name, of in (("own", own), ("bf16", bf16))
+    }
+    words = {"text": ratio.text(), "words": time_words(ratio), "slower": is_slower(ratio)}
+    return {"ratio": ratio.middle, **words, **bars}
+
+
+def time_tiles(rows: Sequence[Data], devices: Sequence[Device]) -> dict[str, Any]:
+    """{"predicted": {"text": times BF16's, over all devices, "devices": [`beside_bf16` and "name",
+    ...]}, "measured": likewise}; null without a time. rows: each layer once."""
+    taken = [row["predicted"] for row in rows if row["taken"]]
+    predicted = {d.name: [of[d.column] for of in taken if d.column in of] for d in devices}
+    measured: dict[str, list[Data]] = {}
+    for row in rows:
+        if row["measured"]:
+            measured.setdefault(row["measured"]["device"], []).append(row["measured"])
+    return {"predicted": _tile(predicted), "measured": _tile(measured)}
+
+
+def _tile(times: Mapping[str, Sequence[Data]]) -> dict[str, Any] | None:
+    known = {name: of for name, of in times.items() if of}
+    if not known:
+        return None
+    ratios = [own / bf16 for own, bf16 in map(own_and_bf16, known.values())]
+    ends = [end for ratio in ratios for end in (ratio.low, ratio.high)]
+    shown = [{"name": name, **beside_bf16(of)} for name, of in known.items()]
+    return {"text": ratio_text(Range(min(ends), max(ends))), "devices": shown}

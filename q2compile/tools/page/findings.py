@@ -1,29 +1,123 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Problems of a run and what to do about them: a few sentences, and one policy."""
+"""Problems of a run and what to do about them: a few sentences, and one policy. For them it is
+computed how far the errors of matmuls are from those of Gaussian data."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from q2compile.cost_model.devices import shown_devices
 from q2compile.cost_model.ranges import Range, over_bf16
 from q2compile.errors import ConfigError
 from q2compile.recipes.policy import AUTO, compiled_pattern, patterns_of
-from q2compile.recipes.recipe import BF16
+from q2compile.recipes.recipe import BF16, GEMMS, Gemm, Operand
 from q2compile.report.model_rows import of_model
 from q2compile.report.slower import is_slower, slower_text
-from q2compile.tools.page.errors import OUTLIERS, Data, Error, shares
+from q2compile.runtime_kernels.ops.gaussian import gaussian_error
 from q2compile.tools.worst_layers import (
     BUDGET,
     after,
     kinds_of,
     policy_of,
     ranked,
-    rules_of,
     worst_layers,
 )
+
+Data = Mapping[str, Any]
+# An error so many times Gaussian data's comes of outliers, which take the range of their blocks.
+OUTLIERS = 1.25
+
+
+@dataclass(frozen=True)
+class Error:
+    """A relative error, and the one that the scheme makes on N(0, 1).
+
+    what   "dy of wgrad" of an operand, "wgrad" of a GEMM's result
+    step   of the record; None from a comparison
+    """
+
+    module: str
+    gemm: str
+    what: str
+    error: float
+    gaussian: float
+    step: int | None = None
+
+    @property
+    def ratio(self) -> float:
+        return self.error / self.gaussian
+
+    def to_json(self) -> dict[str, Any]:
+        own = {"what": self.what, "error": self.error, "gaussian": round(self.gaussian, 4)}
+        high = self.ratio >= OUTLIERS
+        return {"ratio": round(self.ratio, 4), "high": high, **own, "step": self.step}
+
+
+def operand_errors(telemetry: Data | None) -> list[Error]:
+    """The last recorded error of each operand on each rank; the worst first."""
+    operands = telemetry["operands"] if telemetry else ()
+    errors = [
+        Error(
+            *(o["module"], o["gemm"], f"{o['operand']} of {o['gemm']}"),
+            *(o["last"]["relative_error"], o["gaussian"], o["last"]["step"]),
+        )
+        for o in operands
+        if o["last"] and o["gaussian"]
+    ]
+    return sorted(errors, key=lambda e: -e.ratio)
+
+
+def gemm_errors(comparison: Data | None, rows: Iterable[Data]) -> list[Error]:
+    """The error of each GEMM's result, on operands of the bf16 run, from a comparison under a
+    recipe of the rows' matmuls. The worst first."""
+    errors = []
+    by_module = {row["module"]: row for row in rows if row["taken"]}
+    for module in comparison["modules"] if comparison else ():
+        row = by_module.get(module["module"])
+        for gemm in GEMMS:
+            gaussian = gaussian_of_gemm(row, gemm) if row else None
+            if gaussian and module[gemm] is not None:
+                errors.append(Error(module["module"], gemm, gemm, module[gemm], gaussian))
+    return sorted(errors, key=lambda e: -e.ratio)
+
+
+def gaussian_of_gemm(row: Data, gemm: str) -> float | None:
+    """Relative error of a GEMM's result on independent Gaussian operands: the squares of the
+    roundings add up. None for a GEMM in bf16."""
+    squares = [gaussian_error(operand.scheme) for operand in _rounded(row, gemm)]
+    if not squares or None in squares:
+        return None
+    return sum(e**2 for e in squares if e is not None) ** 0.5
+
+
+def _rounded(row: Data, gemm: str) -> Iterator[Operand]:
+    """Each rounding on the way to a GEMM's operands: one that is made of fprop's codes was rounded
+    for fprop before."""
+    own, fprop = Gemm.parse(row[gemm]), Gemm.parse(row["fprop"])
+    if own is None:
+        return
+    for role, operand in zip(GEMMS[gemm], (own.a, own.b), strict=True):
+        yield operand
+        if operand.requantized and fprop is not None:
+            yield fprop.a if role == "x" else fprop.b
+
+
+def worst_by_module(errors: Sequence[Error]) -> dict[str, Error]:
+    """The worst of each module, of errors in order."""
+    worst: dict[str, Error] = {}
+    for error in errors:
+        worst.setdefault(error.module, error)
+    return worst
+
+
+def shares(comparison: Data | None) -> dict[str, float]:
+    """Module -> its share of the gradient's squared error."""
+    modules = comparison["modules"] if comparison else ()
+    return {m["module"]: m["share"] for m in modules if m["share"] is not None}
+
 
 # A kind of layer stands out with this share of the gradient's squared error, and so many times
 # its share of the FLOPs.
@@ -86,11 +180,11 @@ class _Layers:
         for row in weights:
             self._served.setdefault(row["module"], [row["module"], *row["served"]])
 
-    def with_equal(self, name: str) -> list[str]:
+    def with_equal(self, name: str) -> tuple[str, ...]:
         """The layer and those that share its graph, which a policy must treat alike. Without a dump
         it is not known which do: all of its kind."""
         of_kind = next((kind for kind in kinds_of(self.names) if name in kind), [name])
-        return self._served.get(name, of_kind)
+        return tuple(self._served.get(name, of_kind))
 
     def rule_in_force(self, name: str) -> Any:
         """The value of the rule that holds for a layer; None without one."""
@@ -131,7 +225,7 @@ def _nonfinite(telemetry: Data | None, layers: _Layers) -> list[tuple[str, Rules
         f"The first NaN or Inf appeared in {first['operand']} of {first['gemm']} of {module}, at "
         f"step {first['step']}. If it does not appear with this module in BF16, rounding caused it."
     )
-    return [(text, policy_of([layers.with_equal(module)], layers.names))]
+    return [(text, policy_of({layers.with_equal(module): BF16}, layers.names))]
 
 
 def _finite(telemetry: Data | None) -> list[tuple[str, Rules]]:
@@ -156,7 +250,7 @@ def _shares(comparison: Data | None, layers: _Layers) -> list[tuple[str, Rules]]
     work = sum(flops[name] for kind in shown for name in kind) / total if total else 0.0
     accounts = "accounts" if len(shown) == 1 else "account"
     what = f"{layers.called(shown)} {accounts} for {part:.0%} of the gradient's squared error"
-    rules = rules_of(chosen, layers.names)
+    rules = policy_of(chosen, layers.names)
     if part < max(SHARE, TIMES * work):
         text = f"No kind of layer stands out: {what} and {_percent(work)} of the quantized FLOPs."
         return [(text, rules)]
@@ -171,26 +265,24 @@ def _slower(taken: Sequence[Data], layers: _Layers) -> list[tuple[str, Rules]]:
     predicted = [row for row in taken if row["predicted"]]
     shown = shown_devices(row["predicted"] for row in predicted)
     device = next(device for device in shown if not device.emulates)
-    kinds = kinds_of(row["module"] for row in predicted)
-    times = [
-        [row["predicted"][device.column] for row in predicted if row["module"] in of]
-        for of in kinds
-    ]
-    ratios = [over_bf16(of) for of in times]
-    slower = [kind for kind, ratio in zip(kinds, ratios, strict=True) if is_slower(ratio)]
+    times = {
+        tuple(kind): [row["predicted"][device.column] for row in predicted if row["module"] in kind]
+        for kind in kinds_of(row["module"] for row in predicted)
+    }
+    slower = {kind: ratio for kind, of in times.items() if is_slower(ratio := over_bf16(of))}
     if not slower:
         return []
-    if len(slower) == len(kinds):
-        text = slower_text([one for of in times for one in of], device, in_fp4=True)
+    if len(slower) == len(times):
+        text = slower_text([one for of in times.values() for one in of], device, in_fp4=True)
         return [(f"On a {device.name} {text}.", {})]
-    ratios = [ratio for ratio in ratios if is_slower(ratio)]
+    ratios = slower.values()
     ends = Range(min(ratio.low for ratio in ratios), max(ratio.high for ratio in ratios))
     are = "is" if len(slower) == 1 else "are"
     text = (
-        f"On a {device.name}, {layers.called(slower)} {are} predicted to take {ends.text()} times "
-        "as long as in BF16."
+        f"On a {device.name}, {layers.called([*slower])} {are} predicted to take {ends.text()} "
+        "times as long as in BF16."
     )
-    return [(text, policy_of(slower, layers.names))]
+    return [(text, policy_of(dict.fromkeys(slower, BF16), layers.names))]
 
 
 def _outliers(operands: Sequence[Error], layers: _Layers) -> list[tuple[str, Rules]]:
@@ -208,8 +300,8 @@ def _outliers(operands: Sequence[Error], layers: _Layers) -> list[tuple[str, Rul
     rule = layers.rule_in_force(worst.module)
     if isinstance(rule, str):
         rule = {} if rule == AUTO else {"recipe": rule}
-    kind = layers.with_equal(worst.module)
-    return [(text, policy_of([kind], layers.names, {**(rule or {}), worst.gemm: BF16}))]
+    value = {**(rule or {}), worst.gemm: BF16}
+    return [(text, policy_of({layers.with_equal(worst.module): value}, layers.names))]
 
 
 def _unknown(telemetry: Data | None, comparison: Data | None) -> list[tuple[str, Rules]]:

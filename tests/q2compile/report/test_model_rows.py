@@ -8,9 +8,8 @@ from torch import nn
 import q2compile
 from q2compile.report.model_rows import layers, of_model, rows_of_layers
 from q2compile.report.row import Row
-from q2compile.tools.page.document import document
-from q2compile.tools.page.headline import headline
-from q2compile.tools.page.read_dump import read_dump
+from q2compile.tools.page.command import read_dump
+from q2compile.tools.page.document import document, headline
 from tests.support.page_dumps import VOCABULARY, Net
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")

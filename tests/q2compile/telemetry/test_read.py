@@ -6,7 +6,7 @@ import json
 import pytest
 
 from q2compile.telemetry.read import MOST_STEPS, read_folder
-from q2compile.tools.page.headline import of_records
+from q2compile.tools.page.document import of_records
 from tests.support.page_records import NONFINITE, record, written
 
 

@@ -19,7 +19,7 @@ from q2compile.runtime_kernels.kernel_states import NotServedError
 from q2compile.runtime_kernels.registry import CUBLASLT_FP4, CUDA_BF16, REFERENCE, TRITON_FP4
 from q2compile.tools import cli
 from q2compile.tools.arguments import BENCH_UNITS
-from q2compile.tools.bench import bench, child, command, host, machine, measurements
+from q2compile.tools.bench import bench, command, host, machine, measurements
 from q2compile.tools.bench.bench import ON_CPU, Bench
 from q2compile.tools.bench.cases import CASES, OTHERS, calls_of_quantizers, step_of
 from q2compile.tools.bench.llama_block import Block, LlamaBlock
@@ -34,7 +34,7 @@ def in_process(monkeypatch):
     """Groups run in this process, where they can be changed."""
 
     def run(group, log, out, start, limit):
-        child.main([group, str(out), str(start), str(limit)])
+        command.measure_group(group, out, start)
         log.write("ended", group=group, how="finished", seconds=0.0)
 
     monkeypatch.setattr(command, "run_group", run)
@@ -221,34 +221,26 @@ ALGORITHMS = [Algorithm(*[number] * 9) for number in range(2)]
 FIRST, SECOND = (f"{CUBLASLT_FP4} algorithm {i}" for i in range(2))
 
 
-def test_the_fastest_candidate_of_each_shape(gpu) -> None:
-    own, times, *_ = gpu
+def test_a_product_by_each_candidate(gpu) -> None:
+    own, *_ = gpu
     rows = list(measurements.products(own))
-    assert [(c.format, c.shape, c.fastest, c.algorithm) for c in own.fastest] == [
-        (format, shape, TRITON_FP4, None) for format in ("nvfp4", "mxfp4") for shape in SHAPES
-    ]
+    assert [row.shape for row in rows if row.kernel == TRITON_FP4] == [*SHAPES, *SHAPES]
     found = {row.name: row for row in rows if row.shape == SHAPES[0]}
     assert found[f"nvfp4 {TRITON_FP4}"].ratio == 0.5
     assert found[f"nvfp4 {CUDA_BF16}"].ratio == pytest.approx(20 / 12)
     assert found[f"nvfp4 {SECOND}"].more == {"algorithm": ALGORITHMS[1]._asdict()}
-    assert f"nvfp4 {TRITON_FP4} with a bias" in found
     # 2 us of GEMM are little compared with the launches: two of cuBLASLt, and one that dequantizes
     # both operands before a GEMM.
     predicted = [found[f"nvfp4 {name}"].predicted for name in (FIRST, CUDA_BF16)]
     assert [own.text(".1f") for own in predicted] == ["5.0-8.6", "5.0-8.6"]
-    own.fastest.clear()
-    times[SECOND] = 5.0
-    list(measurements.products(own))
-    assert [c.algorithm for c in own.fastest if c.format == "nvfp4"] == [ALGORITHMS[1]] * 2
 
 
-def test_one_candidate_alone_is_not_chosen(gpu) -> None:
-    """A kernel that fails, or is wrong by more than the self-check allows, is not chosen either.
-    The others are timed."""
+def test_a_candidate_that_fails(gpu) -> None:
+    """A kernel that fails, or is wrong by more than the self-check allows, is a fault. The others
+    are timed."""
     own, _, broken, wrong = gpu
     broken[CUBLASLT_FP4] = NotServedError("it cannot run q2::gemm here: mxfp4", "unsupported")
     rows = list(measurements.products(own))
-    assert own.fastest == []
     unserved = [row for row in rows if row.name.endswith(CUBLASLT_FP4)]
     assert {row.why for row in unserved} == {f"NotServedError: {broken[CUBLASLT_FP4]}"}
     assert {(row.microseconds, row.status) for row in unserved} == {(None, UNSUPPORTED)}
@@ -260,15 +252,7 @@ def test_one_candidate_alone_is_not_chosen(gpu) -> None:
     rows = list(measurements.products(own))
     (row,) = [r for r in rows if r.name == f"nvfp4 {TRITON_FP4}" and r.shape == SHAPES[0]]
     assert row.why == "it is wrong: relative error 1.0e+00" and row.microseconds == 6.0
-    assert row.status == FAULT and {c.fastest for c in own.fastest} == {CUBLASLT_FP4}
-
-
-def test_the_fastest_are_said(gpu) -> None:
-    own, *_ = gpu
-    list(measurements.products(own))
-    line = {"kind": "fastest", "choices": [found._asdict() for found in own.fastest]}
-    assert command._fastest([line]) == "fastest   of 4 products: triton_fp4 at 4"
-    assert command._fastest([]) == ""
+    assert row.status == FAULT
 
 
 def test_lines_say_times_in_words() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from q2compile.runtime_kernels.registry import REFERENCE
 from q2compile.tools import cli
-from q2compile.tools.bench import child, codes, command, losses
+from q2compile.tools.bench import codes, command, losses
 from q2compile.tools.bench.report import SCHEMA, Log, doubts, faults, read, text
 
 CPU = torch.device("cpu")
@@ -59,7 +59,7 @@ def test_planted_faults_are_found_by_reading_alone(report, monkeypatch, capsys) 
     """Wrong bits of one quantizer, a hang, and an illegal instruction: each by its name."""
     path, log = report
     wrong_in_the_second_half(monkeypatch)
-    child.main(["codes", str(path), "0", "0"])
+    command.measure_group("codes", path, 0.0)
     log.write("ended", group="codes", how="finished", seconds=1.0)
     for group, program, limit in (("quantizers", HANGS, 3.0), ("products", TRAPS, 60.0)):
         command.run_group(group, log, path, 0.0, limit, (sys.executable, "-c", program))

@@ -260,7 +260,7 @@ def test_ctrl_c_ends_a_command_without_a_traceback(monkeypatch, capsys, command,
     def interrupted(options):
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(f"{cli.COMMANDS[command][0]}.run", interrupted)
+    monkeypatch.setattr(f"q2compile.tools.{cli.COMMANDS[command][0]}.run", interrupted)
     assert cli.main([command, *NEEDED.get(command, ())]) == 130
     assert capsys.readouterr().err == ""
 
@@ -294,7 +294,9 @@ def printed_in_ascii(call):
 @pytest.mark.parametrize("command", cli.COMMANDS)
 def test_commands_print_what_stdout_can_show(monkeypatch, command):
     words = [command, *NEEDED.get(command, ())]
-    monkeypatch.setattr(f"{cli.COMMANDS[command][0]}.run", lambda _: print("16×32, x wᵀ, été"))
+    monkeypatch.setattr(
+        f"q2compile.tools.{cli.COMMANDS[command][0]}.run", lambda _: print("16×32, x wᵀ, été")
+    )
     assert printed_in_ascii(lambda: cli.main(words)) == "16x32, x w^T, \\xe9t\\xe9\n"
 
 

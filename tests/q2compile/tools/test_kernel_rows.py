@@ -15,7 +15,7 @@ from q2compile.runtime_kernels.cuda.quantize.grouped_check import Group
 from q2compile.runtime_kernels.kernel_states import awaited_in, disable
 from q2compile.runtime_kernels.small_calls import small_calls
 from q2compile.tools import cli, doctor, kernel_rows
-from q2compile.tools.bench import checks as bench_checks
+from q2compile.tools.bench import measurements
 from q2compile.tools.bench.bench import ON_CPU, Bench
 from q2compile.tools.bench.report import Log
 from q2compile.tools.kernel_rows import (
@@ -198,10 +198,10 @@ def test_a_check_that_traps_does_not_hide_those_after_it(monkeypatch, tmp_path) 
         return KernelRow("gemm", how, "gemm", "nvfp4", requests=[asked])
 
     ends = ("right", "trap", "raises", "wrong", "right too")
-    monkeypatch.setattr(bench_checks, "device_rows", lambda device: map(row, ends))
+    monkeypatch.setattr(measurements, "device_rows", lambda device: map(row, ends))
     log = Log(tmp_path / "bench.jsonl", 0.0)
     with pytest.warns(RuntimeWarning):
-        found = list(bench_checks.checks(Bench(ON_GPU, ON_CPU, log=log, group="checks")))
+        found = list(measurements.checks(Bench(ON_GPU, ON_CPU, log=log, group="checks")))
     checks.CHECKER.end_child()  # its results are in a folder that ends with this test
     assert [(r.kernel, r.status, r.why.partition(": ")[0]) for r in found] == [
         ("right", "passed", ""),

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Elements, tables, numbers, colors of the theme, and the page's data.
+// Elements, tables, numbers, and the page's data.
 
 const byId = (id) => document.getElementById(id);
 
@@ -36,7 +36,7 @@ function fill(element, classes, children) {
 function table(kind, columns, rows) {
   const [names, kinds] = [Object.keys(columns), Object.values(columns)];
   const head = names.map((name, i) => h(kinds[i] === "number" ? "th.number" : "th", name));
-  const cell = (content, i) => h(`td.${kinds[i]}`, { "data-label": names[i] }, content);
+  const cell = (content, i) => h(`td.${kinds[i]}`, content);
   const body = rows.map((row) => h("tr", row.map(cell)));
   return h(`table.${kind}`, h("thead", h("tr", head)), h("tbody", body));
 }
@@ -51,18 +51,17 @@ function definitions(kind, pairs) {
 
 const sumOf = (values) => values.reduce((total, value) => total + value, 0);
 
-// Take a value out of a set, or put it in.
-const toggleIn = (set, value) => set.delete(value) || set.add(value);
-
-// The button beside equal layers, which lists them one by one.
-function copiesButton(count, pressed, onToggle) {
-  const onClick = (event) => {
-    event.preventDefault(); // it may be in a summary
-    event.stopPropagation();
-    onToggle();
+// The button beside equal layers, which lists them one by one at the end of its tbody.
+function copiesButton(count, makeLines) {
+  const onClick = ({ currentTarget: button }) => {
+    const open = button.getAttribute("aria-pressed") === "false";
+    button.setAttribute("aria-pressed", String(open));
+    const body = button.closest("tbody");
+    if (open) body.append(...makeLines());
+    else body.querySelectorAll(".one, .one + .detail").forEach((line) => line.remove());
   };
-  const title = pressed ? "Show these layers as one" : "Show these equal layers one by one";
-  return h("button.copies", { "aria-pressed": String(pressed), title, onClick }, `×${count}`);
+  const title = "Show these equal layers one by one";
+  return h("button.copies", { "aria-pressed": "false", title, onClick }, `×${count}`);
 }
 
 // 3.4 MiB
@@ -87,52 +86,4 @@ async function unpack(text) {
   const raw = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
   const stream = new Blob([raw]).stream().pipeThrough(new DecompressionStream("deflate"));
   return new Response(stream).text();
-}
-
-// Storage may be forbidden for a file that is opened from disk.
-function remembered(key, value) {
-  try {
-    if (value !== undefined) localStorage.setItem(key, value);
-    return localStorage.getItem(key);
-  } catch {
-    return null;
-  }
-}
-
-// The button "theme" switches between light and dark; without a choice the system's is followed.
-function startTheme() {
-  const { style } = document.documentElement;
-  const system = () => (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
-  style.colorScheme = remembered("q2compile-theme") || "";
-  byId("theme").addEventListener("click", () => {
-    style.colorScheme = (style.colorScheme || system()) === "dark" ? "light" : "dark";
-    remembered("q2compile-theme", style.colorScheme);
-  });
-}
-
-// "/" goes to the search, Escape leaves and empties it.
-function startSearchKeys(input) {
-  document.addEventListener("keydown", (event) => {
-    const typing = event.target.matches("input, select, textarea");
-    if (event.key === "/" && !typing && !event.ctrlKey && !event.metaKey && !event.altKey) {
-      event.preventDefault();
-      input.select();
-    } else if (event.key === "Escape" && event.target === input) {
-      input.value = "";
-      input.dispatchEvent(new Event("input"));
-      input.blur();
-    }
-  });
-}
-
-// Marks the link of the section that is on screen.
-function startSectionMarks() {
-  const mark = ({ target, isIntersecting }) => {
-    const link = document.querySelector(`.bar nav a[href="#${target.id}"]`);
-    link?.toggleAttribute("aria-current", isIntersecting);
-  };
-  const watcher = new IntersectionObserver((entries) => entries.forEach(mark), {
-    rootMargin: "-33% 0px -66%",
-  });
-  document.querySelectorAll("section").forEach((section) => watcher.observe(section));
 }

@@ -59,7 +59,7 @@ class Graphs {
     const select = this.root.querySelector("select");
     if (select) select.value = this.data.graphs.indexOf(graph);
     const pairs = STAGES.filter(({ files }) => files.some((file) => file in graph.texts));
-    const known = [...pairs.flatMap(({ files }) => files), "nodes.json"];
+    const known = pairs.flatMap(({ files }) => files);
     const others = Object.keys(graph.texts).filter((name) => !known.includes(name));
     const code = others.map((name) => ({ label: CODE_LABELS[name] || name, files: [name] }));
     this.stages = [...pairs, ...code];
@@ -74,13 +74,12 @@ class Graphs {
       button.setAttribute("aria-pressed", String(button.textContent === stage.label));
     const { texts } = this.graph;
     const [first, second] = stage.files.map((file) => texts[file]);
-    if (stage.sides) this.showPair(first || second, second || first, texts["nodes.json"]);
+    if (stage.sides) this.showPair(first || second, second || first);
     else this.body.replaceChildren(h("pre.code", first));
   }
 
-  showPair(before, after, origins) {
+  showPair(before, after) {
     this.rows = diffGraphs(parseGraph(before), parseGraph(after));
-    this.origins = origins ? JSON.parse(origins) : { frames: [], stacks: [], stages: {} };
     const passes = this.graph.passes.filter(({ graph }) => this.stage.passes.includes(graph));
     const sides = this.stage.sides.map((of) => h("span", of));
     this.body.replaceChildren(
@@ -111,34 +110,20 @@ class Graphs {
     const moduleOf = ({ left, right }) => (right || left).module;
     const module = moduleOf(row);
     const last = place ? moduleOf(this.rows[place - 1]) : "";
-    const cell = (side) => h(`div.cell.${side}`, row[side] && this.nodeElements(row, side));
-    row.element = h(`div.pair.${row.kind}`, ["left", "right"].map(cell));
+    const cell = (side) => h(`div.cell.${side}`, row[side] && this.nodeElements(row[side]));
+    row.element = h(`div.pair.${row.kind}`, { tabindex: -1 }, ["left", "right"].map(cell));
     if (module === last) return [row.element];
     const onClick = () => this.links.module(module);
     const heading = module ? h("button.link", { onClick }, module) : "no module";
     return [h("div.in-module", heading), row.element];
   }
 
-  // A node's name, which shows the source that it came from, and its call.
-  nodeElements(row, side) {
-    const { name, text } = row[side];
-    const onClick = () => {
-      const open = row.element.nextElementSibling;
-      if (open?.matches(".info")) open.remove();
-      else row.element.after(h("div.info", this.sourceOf(row, side)));
-    };
+  // A node's name, and its call.
+  nodeElements({ name, text }) {
     let rest = text.slice(name.length);
     for (const { name: recipe, fprop, dgrad, wgrad } of this.data.recipes)
       rest = rest.replace(`'${fprop}', '${dgrad}', '${wgrad}'`, `‹${recipe}›`); // written once here
-    return [h("button.node", { onClick }, shortNames(name)), shortNames(rest)];
-  }
-
-  sourceOf(row, side) {
-    const file = this.stage.files[side === "left" ? 0 : 1].replace(/\.txt$/, "");
-    const [stack] = this.origins.stages[file]?.[row[side].name] || [];
-    const frames = (this.origins.stacks[stack] || []).map((place) => this.origins.frames[place]);
-    const line = ([path, number, , code]) => h("li", sourceText([path, number, code]));
-    return frames.length ? h("ol.plain", frames.map(line)) : "No line of source is known.";
+    return [h("b", shortNames(name)), shortNames(rest)];
   }
 
   // Shows the matmul's node in the rewritten graph.
@@ -155,10 +140,8 @@ class Graphs {
     if (!found) return;
     const fold = found.element.closest("details");
     if (fold) fold.open = true;
-    const button = [...found.element.querySelectorAll(".node")].at(-1);
     found.element.scrollIntoView({ block: "center" });
-    button.click();
-    button.focus({ preventScroll: true });
+    found.element.focus({ preventScroll: true });
   }
 }
 

@@ -3,26 +3,29 @@
 
 const GEMMS = { fprop: ["x", "w", "y"], dgrad: ["dy", "w", "dx"], wgrad: ["dy", "x", "dw"] };
 const SERIES = 9; // colors of recipes
-const STATES = ["taken", "left", "not seen", "no weight"];
-// Rows of a layer: of the graph that it is counted by, and of others.
-const PARTS = ["the model", "other shapes", "inference"];
+// The parts of the table and their titles. A layer is counted in the first, or the second.
+const PARTS = {
+  model: "",
+  products: "Products of activations, such as attention's, without a weight",
+  shapes: "The same matmuls, compiled for other shapes",
+  inference: "The same matmuls, compiled for inference",
+};
 
-// data: see q2compile/tools/page/document.py. Adds to it: each row's place, recipe, and `path`,
-// where it stands in the tree; and tree, the root of it.
+// data: see q2compile/tools/page/document.py. Adds to it: each row's recipe, and `path`,
+// where it stands in the tree; and tree, its lines.
 function loadModel(data) {
   data.recipes.forEach((recipe, place) => {
     Object.assign(recipe, { place, tint: `var(--series-${place % SERIES})` });
   });
-  data.rows.forEach((row, place) => {
+  data.rows.forEach((row) => {
     const recipe = row.recipe === null ? null : data.recipes[row.recipe];
     Object.assign(row, {
-      place,
       recipe,
       state: stateOf(row),
       shapeText: row.shape.join("×"),
       reason: row.why.split(/; |: no compiled graph/)[0],
       path: pathOf(row),
-      part: PARTS[row.counts ? 0 : row.training ? 1 : 2],
+      part: partOf(row),
     });
   });
   data.tree = foldRows(data.rows);
@@ -33,6 +36,11 @@ function stateOf(row) {
   if (row.taken) return "taken";
   if (!row.has_parameter) return "no weight";
   return row.graph === null ? "not seen" : "left";
+}
+
+function partOf({ counts, has_parameter, training }) {
+  if (counts) return has_parameter ? "model" : "products";
+  return training ? "shapes" : "inference";
 }
 
 // A matmul without a weight is called after its node, <matmul_3>: it stands in its module.
@@ -49,7 +57,7 @@ function rowKey(row) {
   return [part, shapeText, state, recipe?.place, why, spelling, dtype, name].join("|");
 }
 
-// The tree of the rows' modules; names each row's group.
+// The lines of the tree of the rows' modules; names each row's group.
 function foldRows(rows) {
   const root = { name: "", children: new Map(), rows: [] };
   for (const row of rows) {
@@ -61,8 +69,7 @@ function foldRows(rows) {
     }
     node.rows.push(row);
   }
-  childItems([root], "").forEach(nameGroups);
-  return root;
+  return childItems([root], "");
 }
 
 const signatures = new Map();
@@ -78,6 +85,11 @@ function signature(node) {
   return node.signature;
 }
 
+function follows(one, other) {
+  const next = /^\d+$/.test(one.name) && Number(other.name) === Number(one.name) + 1;
+  return next && signature(one) === signature(other);
+}
+
 // The lines under nodes that are shown as one.
 function childItems(nodes, prefix) {
   const runs = [];
@@ -88,46 +100,21 @@ function childItems(nodes, prefix) {
   }
   return runs.map((run) => {
     const names = run.map(({ name }) => name);
-    const parallel = nodes.flatMap((node) => names.map((name) => node.children.get(name)));
-    return joined(itemOf(names, parallel, prefix));
+    const equal = nodes.flatMap((node) => names.map((name) => node.children.get(name)));
+    const label = names.length > 1 ? `${names[0]}–${names.at(-1)}` : names[0];
+    return itemOf(label, prefix + label, names.length, equal);
   });
 }
 
-// A line: its label, and its path with "0–31" for a run of equal layers, of which there are copies.
-function itemOf(names, nodes, prefix) {
-  const copies = names.length;
-  const label = copies > 1 ? `${names[0]}–${names.at(-1)}` : names[0];
-  const rows = nodes.flatMap(rowsUnder);
-  return { label, path: prefix + label, names, copies, nodes, prefix, rows };
-}
-
-function follows(one, other) {
-  const next = /^\d+$/.test(one.name) && Number(other.name) === Number(one.name) + 1;
-  return next && signature(one) === signature(other);
-}
-
-// An only child is shown in its parent's line: model.layers.0–31.
-function joined(item) {
-  if (item.copies > 1 || item.nodes[0].rows.length) return item;
-  const inner = childItems(item.nodes, `${item.path}.`);
-  return inner.length === 1 ? { ...inner[0], label: `${item.label}.${inner[0].label}` } : item;
-}
-
-// The layers of a run, each on a line of its own.
-function apart({ names, copies, nodes, prefix }) {
-  const own = (i) => nodes.filter((_, at) => at % copies === i);
-  return names.map((name, i) => itemOf([name], own(i), prefix));
-}
-
-function rowsUnder(node) {
-  return [...node.rows, ...[...node.children.values()].flatMap(rowsUnder)];
-}
-
-// Each row's group: the rows that are one line of the table.
-function nameGroups({ path, nodes }) {
-  for (const row of nodes.flatMap(({ rows }) => rows))
-    Object.assign(row, { groupPath: path, group: `${path}|${rowKey(row)}` });
-  childItems(nodes, `${path}.`).forEach(nameGroups);
+// A line: its path has "0–31" for a run of equal layers, of which there are copies. An only child is
+// shown in its parent's line: model.layers.0–31.
+function itemOf(label, path, copies, nodes) {
+  const own = nodes.flatMap(({ rows }) => rows);
+  for (const row of own) Object.assign(row, { groupPath: path, group: `${path}|${rowKey(row)}` });
+  const inner = childItems(nodes, `${path}.`);
+  if (copies === 1 && !own.length && inner.length === 1)
+    return { ...inner[0], label: `${label}.${inner[0].label}` };
+  return { label, path, copies, inner, rows: [...own, ...inner.flatMap(({ rows }) => rows)] };
 }
 
 // The first row of each layer: one that was compiled several times counts once.

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Telemetry: a heat map of the error of each operand over that of Gaussian data, modules folded as
-// in the tree; the curves of the module that was clicked; the worst operands.
+// in the tree; the curves of the operand that was clicked.
 
 const OPERANDS = ["fprop.x", "fprop.w", "dgrad.dy", "dgrad.w", "wgrad.dy", "wgrad.x"];
-const WORST = 10;
 const ABOUT = {
   amax: "Largest magnitude of the operand, before any rotation.",
   relative_error: "Norm of the rounding error over the norm of the operand.",
@@ -31,11 +30,8 @@ class Operands {
     }
     this.modules = heatModules(data);
     this.match = null;
-    this.apart = new Set();
-    this.chosen = null; // {module, name} whose curves are shown
     this.rank = data.telemetry.ranks[0];
     this.heat = h("div.panel.scroll-x");
-    this.worst = h("div");
     this.detail = h("div.panel.curves", { "aria-live": "polite", hidden: true });
     byId("operands-view").append(
       ...data.telemetry.nonfinite.map((bad) => h("p.notice.bad", nonfiniteText(bad))),
@@ -43,7 +39,6 @@ class Operands {
       this.rankSelect(data.telemetry.ranks),
       this.heat,
       this.detail,
-      this.worst,
     );
     this.update();
   }
@@ -52,6 +47,7 @@ class Operands {
     if (ranks.length < 2) return "";
     const onChange = (event) => {
       this.rank = Number(event.target.value);
+      this.detail.hidden = true;
       this.update();
     };
     const options = ranks.map((rank) => h("option", { value: rank }, String(rank)));
@@ -72,47 +68,33 @@ class Operands {
     const rows = this.modules.filter(
       (row) => this.byModule.has(row.module) && (!this.match || this.match(row)),
     );
-    const lines = [...Map.groupBy(rows, (row) => row.groupPath)].flatMap(([path, group]) => {
-      const modules = group.map(({ module }) => module);
-      return this.lines(path, modules);
-    });
+    const groups = [...Map.groupBy(rows, (row) => row.groupPath)];
     const words = this.names.map((name) => here.find((one) => one.name === name).words);
     const head = ["Module", ...words].map((name) => h("th", name));
     const none = "No module is recorded, or none matches the search.";
-    this.heat.replaceChildren(
-      h(
-        "table.heat",
-        lines.length ? null : h("caption", none),
-        h("thead", h("tr", head)),
-        h("tbody", lines),
-      ),
-    );
-    this.worst.replaceChildren(...this.worstElements(here));
-    this.showCurves();
-  }
-
-  lines(path, modules) {
-    if (modules.length === 1) return [this.line(modules[0], modules)];
-    const open = this.apart.has(path);
-    const copies = copiesButton(modules.length, open, () => {
-      toggleIn(this.apart, path);
-      this.update();
+    const bodies = groups.map(([path, group]) => {
+      const modules = group.map(({ module }) => module);
+      return h("tbody", this.line(modules.length === 1 ? modules[0] : path, modules));
     });
-    const each = open ? modules.map((module) => this.line(module, [module], null, ".one")) : [];
-    return [this.line(path, modules, copies), ...each];
+    const caption = groups.length ? null : h("caption", none);
+    this.heat.replaceChildren(h("table.heat", caption, h("thead", h("tr", head)), bodies));
   }
 
-  line(label, modules, copies = null, kind = "") {
+  // The worst of each operand of equal layers.
+  line(label, modules, kind = "") {
     const operands = modules.flatMap((module) => this.byModule.get(module));
     const cells = this.names.map((name) => {
-      const [worst] = inOrder(operands.filter((operand) => operand.name === name));
+      const own = operands.filter((operand) => operand.name === name);
+      const worst = own.reduce((one, other) => (other.ratio > one.ratio ? other : one), own[0]);
       return h("td", worst ? this.cell(worst) : null);
     });
-    return h(`tr.line${kind}`, h("th.mono", { scope: "row" }, label, copies), cells);
+    const each = () => modules.map((module) => this.line(module, [module], ".one"));
+    const copies = modules.length > 1 ? copiesButton(modules.length, each) : null;
+    return h(`tr${kind}`, h("th.mono", { scope: "row" }, label, copies), cells);
   }
 
   cell(operand) {
-    const { module, name, words, last, ratio, gaussian } = operand;
+    const { module, words, last, ratio, gaussian } = operand;
     const old = last !== null && last.step < this.telemetry.last;
     const stays = old ? ", the last finite record" : "";
     const title = last
@@ -123,65 +105,35 @@ class Operands {
       `button.heat-cell${old ? ".old" : ""}`,
       {
         style: ratio < 0 ? {} : { "--heat": `${heat(ratio)}%` },
-        "data-label": words,
         title: `${words} of ${module}: ${title}`,
         "aria-label": `${words} of ${module}: ${ratio < 0 ? "not known" : shown}`,
-        onClick: () => this.open(module, name),
+        onClick: () => this.open(operand),
       },
       shown,
     );
   }
 
-  worstElements(here) {
-    const worst = inOrder(here.filter(({ ratio }) => ratio >= 0)).slice(0, WORST);
-    if (!worst.length) return [];
-    const number = "number";
-    const columns = {
-      ...{ Operand: "", "Over Gaussian's": number, Error: number },
-      ...{ "Gaussian data": number, Step: number },
+  // Shows the curves of an operand, and buttons for the others of its module.
+  open(operand) {
+    const { module, words, format, curves } = operand;
+    const close = () => (this.detail.hidden = true);
+    const choose = (one) => {
+      const attributes = { style: tint(one.name), "aria-pressed": String(one === operand) };
+      return h("button", { ...attributes, onClick: () => this.open(one) }, one.words);
     };
-    const rows = worst.map(({ module, name, words, ratio, last, gaussian }) => [
-      h("button.link", { onClick: () => this.open(module, name) }, `${words} of ${module}`),
-      ratio.toFixed(2),
-      written(last.relative_error),
-      written(gaussian),
-      last.step,
-    ]);
-    const title = worst.length < WORST ? "The worst" : `The ${WORST} worst`;
-    return [h("h3", title), h("div.panel.scroll-x", table("worst", columns, rows))];
-  }
-
-  open(module, name) {
-    this.chosen = { module, name };
-    this.showCurves();
-    this.detail.scrollIntoView({ block: "nearest" });
-  }
-
-  showCurves() {
-    const operands = this.chosen && this.byModule.get(this.chosen.module);
-    this.detail.hidden = !operands;
-    if (!operands) return;
-    const { module, name } = this.chosen;
-    const row = operands.find((operand) => operand.name === name) || operands[0];
-    const close = () => {
-      this.chosen = null;
-      this.showCurves();
-    };
-    const choose = (of) => {
-      const attributes = { style: tint(of.name), "aria-pressed": String(of === row) };
-      return h("button", { ...attributes, onClick: () => this.open(module, of.name) }, of.words);
-    };
-    const known = (statistic) => row.curves[statistic].some((value) => value !== null);
+    const known = (statistic) => curves[statistic].some((value) => value !== null);
     const statistics = this.telemetry.statistics.filter(known);
     this.detail.replaceChildren(
       h("header", h("h3.mono", module), h("button", { onClick: close }, "Close")),
-      h("div.operand-choice", operands.map(choose)),
-      h("p.muted", `${row.words}: ${row.format}`),
+      h("div.operand-choice", this.byModule.get(module).map(choose)),
+      h("p.muted", `${words}: ${format}`),
       h(
         "div.curve-grid",
-        statistics.map((statistic) => this.figure(statistic, row)),
+        statistics.map((statistic) => this.figure(statistic, operand)),
       ),
     );
+    this.detail.hidden = false;
+    this.detail.scrollIntoView({ block: "nearest" });
   }
 
   figure(statistic, { module, name, gaussian, curves }) {
@@ -205,11 +157,6 @@ function heatModules({ rows, telemetry }) {
   });
   foldRows(made.filter(({ module }) => !known.has(module)));
   return made.map((row) => known.get(row.module) || row);
-}
-
-// Operands, the worst first.
-function inOrder(operands) {
-  return operands.sort((one, other) => other.ratio - one.ratio);
 }
 
 // How much of the color a cell has: none up to 1, all of it from twice Gaussian data's error on.

@@ -7,14 +7,9 @@ async function startReport() {
     module: (path) => tree.reveal(path),
     node: (row) => graphs.revealRow(row),
   };
-  const filterBy = (filters) => {
-    matmuls.narrow(filters);
-    byId("matmuls").scrollIntoView();
-  };
+  const narrow = (text, match) => matmuls.narrow(text, match);
   keepSections(data);
-  const tree = new Tree(data, ({ path, rows }) =>
-    filterBy({ module: { path, rows: new Set(rows) } }),
-  );
+  const tree = new Tree(data, ({ path, rows }) => narrow(path, (row) => rows.includes(row)));
   byId("tree").append(tree.root);
   const operands = data.telemetry ? new Operands(data) : null;
   const matmuls = new Matmuls(data, links, (match) => {
@@ -22,16 +17,13 @@ async function startReport() {
     operands?.narrow(match);
   });
   const graphs = new Graphs(data, links);
-  showSummary(data, filterBy);
+  showSummary(data, narrow);
   showMemory(data);
   const search = byId("search");
-  search.addEventListener("input", () => matmuls.search(search.value));
+  search.addEventListener("input", () => matmuls.show(searched(search.value)));
   search.addEventListener("keydown", (event) => {
     if (event.key === "Enter") byId("matmuls").scrollIntoView();
   });
-  startSearchKeys(search);
-  startTheme();
-  startSectionMarks();
 }
 
 // A run without telemetry has no operands to show, one without a dump nothing else.

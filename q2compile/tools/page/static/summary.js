@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // The summary: the figures under the headline, each with a bar, and the recipes.
 
-function showSummary(data, filterBy) {
+function showSummary(data, narrow) {
   const sum = totals(data.rows);
   const tiles = [
     takenTile(sum, data),
-    leftTile(data, filterBy),
+    leftTile(data, narrow),
     savedTile(data, sum),
     ...timeTiles(data),
   ];
@@ -13,7 +13,7 @@ function showSummary(data, filterBy) {
   byId("tiles").append(...(data.rows.length ? tiles.filter(Boolean) : []));
   const notes = data.notes.map((note) => h("li", note));
   if (notes.length) byId("notes").append(h("ul.notes", notes));
-  const cards = data.recipes.map((recipe) => recipeCard(recipe, data, filterBy));
+  const cards = data.recipes.map((recipe) => recipeCard(recipe, data, narrow));
   byId("recipes").append(...cards, legend(data));
 }
 
@@ -58,7 +58,7 @@ function rowFlops({ shape }) {
   return known ? shape.slice(-3).reduce((product, n) => product * n, 2) : 0;
 }
 
-function leftTile(data, filterBy) {
+function leftTile(data, narrow) {
   const layers = layersOf(data.rows);
   const left = layers.filter((row) => row.has_parameter && !row.taken);
   const groups = [
@@ -66,7 +66,7 @@ function leftTile(data, filterBy) {
   ];
   if (!groups.length) return tile("Left", "none");
   const item = ([reason, rows]) => {
-    const onClick = () => filterBy({ reason });
+    const onClick = () => narrow(reason, (row) => row.reason === reason);
     return h("li", h("button.link", { onClick }, `${rows.length} × ${reason || "no reason"}`));
   };
   return tile(
@@ -132,9 +132,9 @@ function timeTile(title, times, ...notes) {
   return tile(title, `${times.text} times BF16's`, bars, notes);
 }
 
-function recipeCard(recipe, data, filterBy) {
+function recipeCard(recipe, data, narrow) {
   const rows = layersOf(data.rows).filter((row) => row.recipe === recipe);
-  const onClick = () => filterBy({ recipe: String(recipe.place) });
+  const onClick = () => narrow(recipe.name, (row) => row.recipe === recipe);
   const count = h("button.link", { onClick }, countText(rows.length, "matmul"));
   const written = Object.keys(GEMMS).map((gemm) => [gemm, h("code", recipe[gemm])]);
   return h(

@@ -1,86 +1,39 @@
 // SPDX-License-Identifier: Apache-2.0
-// The model as a tree of modules: a line each, equal layers in one line, which opens.
+// The model as a tree of modules: a line each, equal layers in one line.
 
 const FIRST_LINES = 24;
 
 class Tree {
   // pick(item): called with the line that was chosen, to show its matmuls.
   constructor(data, pick) {
-    Object.assign(this, { data, pick, opened: new Set(), apart: new Set(), match: null });
-    this.root = h("div.tree");
-    this.openFirst();
-    this.render();
-  }
-
-  // Opens level by level, as long as everything fits on a screen.
-  openFirst() {
-    let level = this.tops();
-    for (let lines = level.length; level.length;) {
-      const inner = level.flatMap((item) => this.innerOf(item));
-      lines += inner.length;
-      if (lines > FIRST_LINES && this.opened.size) return;
-      for (const { path } of level) this.opened.add(path);
-      level = inner;
-    }
-  }
-
-  tops() {
-    return childItems([this.data.tree], "");
-  }
-
-  innerOf(item) {
-    if (item.copies > 1 && this.apart.has(item.path)) return apart(item);
-    return childItems(item.nodes, `${item.path}.`);
-  }
-
-  // Shows only lines with a row for which match(row) holds; null shows all.
-  narrow(match) {
-    this.match = match;
-    this.render();
-  }
-
-  matching(items) {
-    return items.filter(({ rows }) => !this.match || rows.some(this.match));
-  }
-
-  render() {
-    const lines = this.matching(this.tops()).map((item) => this.element(item, 0));
-    this.root.replaceChildren(...lines);
-    if (!lines.length) this.root.append(h("p.empty", "No module matches."));
+    this.pick = pick;
+    this.lines = [];
+    this.none = h("p.empty", "No module matches.");
+    const tops = data.tree.map((item) => this.element(item, 0));
+    this.root = h("div.tree", tops, this.none);
+    this.narrow(null);
   }
 
   element(item, level) {
-    const inner = this.matching(this.innerOf(item));
+    const line = { item, level };
+    this.lines.push(line);
     const attributes = { "data-path": item.path, style: { "--level": level } };
-    if (!inner.length) return h("div.line", { ...attributes, tabindex: -1 }, this.cells(item));
-    const onClick = () => this.match || toggleIn(this.opened, item.path);
-    return h(
-      "details",
-      { open: this.match !== null || this.opened.has(item.path) },
-      h("summary.line", { ...attributes, onClick }, this.cells(item)),
-      inner.map((one) => this.element(one, level + 1)),
-    );
+    const inner = item.inner.map((one) => this.element(one, level + 1));
+    line.element = inner.length
+      ? h("details", h("summary.line", attributes, this.cells(item)), inner)
+      : h("div.line", { ...attributes, tabindex: -1 }, this.cells(item));
+    return line.element;
   }
 
   cells(item) {
     const sum = totals(item.rows);
-    const isApart = this.apart.has(item.path);
-    const toggleApart = () => {
-      toggleIn(this.apart, item.path);
-      this.opened.add(item.path);
-      this.render();
-    };
     const onClick = (event) => {
-      event.preventDefault();
-      event.stopPropagation();
+      event.preventDefault(); // it is in a summary
       this.pick(item);
     };
+    const copies = item.copies > 1 ? h("span.copies", `×${item.copies}`) : null;
     return [
-      h(
-        "span.name",
-        h("code", item.label),
-        item.copies > 1 ? copiesButton(item.copies, isApart, toggleApart) : null,
-      ),
+      h("span.name", h("code", item.label), copies),
       sum.weights ? recipeMeter(sum) : h("span.muted.small", "no weight"),
       h("span.number.muted", sum.weights ? `${sum.taken}/${sum.weights}` : ""),
       h("span.number.muted", sum.saved ? bytesText(sum.saved) : ""),
@@ -88,22 +41,28 @@ class Tree {
     ];
   }
 
+  // Shows only lines with a row for which match(row) holds. null shows all: open if everything fits
+  // on a screen.
+  narrow(match) {
+    const fits = this.lines.length <= FIRST_LINES;
+    for (const { item, level, element } of this.lines) {
+      element.hidden = match !== null && !item.rows.some(match);
+      element.open = match !== null || fits || level === 0;
+    }
+    this.none.hidden = this.lines.some(({ element }) => !element.hidden);
+  }
+
   // Opens the way to a module's line, and goes there; to the line of the equal layers it is one of.
   reveal(path) {
-    this.match = null;
-    const inside = (item) => item.path.startsWith(`${path}.`);
-    let found = null;
-    for (let items = this.tops(); ; items = this.innerOf(found)) {
-      const next = items.find((item) => holds(item, path)) || (found ? null : items.find(inside));
-      if (!next) break;
-      if (found) this.opened.add(found.path);
-      found = next;
-    }
-    this.render();
-    const lines = [...this.root.querySelectorAll(".line")];
-    const line = lines.find(({ dataset }) => dataset.path === found?.path);
-    line?.focus({ preventScroll: true });
-    line?.scrollIntoView({ block: "center" });
+    const found =
+      this.lines.findLast(({ item }) => holds(item, path)) ||
+      this.lines.find(({ item }) => item.path.startsWith(`${path}.`));
+    if (!found) return;
+    const way = this.lines.filter(({ element }) => element.contains(found.element));
+    for (const { element } of way) Object.assign(element, { hidden: false, open: true });
+    const line = found.element.querySelector("summary") || found.element;
+    line.focus({ preventScroll: true });
+    line.scrollIntoView({ block: "center" });
   }
 }
 

@@ -202,7 +202,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def full(path: Path, value: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr("q2compile.tools.export.configs.write_json", full)
+    monkeypatch.setattr("q2compile.tools.export.write.write_json", full)
     with pytest.raises(OSError, match="No space left"):
         q2compile.export(plain(), tmp_path / "out", **OPTIONS)
     assert list(tmp_path.iterdir()) == []

@@ -39,7 +39,7 @@ def test_the_first_click_on_memory_arrives(browser, dumped, tmp_path, width):
 @pytest.mark.parametrize("width", [1280, 390])
 def test_no_drawing_is_cut(browser, dumped, width):
     browser.open(dumped / "report.html", width=width)
-    browser.click("#table .opener", "▸layers.0–3.up")
+    browser.click("#table .opener", "layers.0–3.up")
     beyond = (
         "return [...document.querySelectorAll('.gemm')].map((e) => "
         "e.getBoundingClientRect().right - e.closest('.panel').getBoundingClientRect().right)"

@@ -10,14 +10,14 @@ from q2compile.recipes.policy import Policy, patterns_of
 from q2compile.recipes.recipe import GEMMS
 from q2compile.report.row import Row
 from q2compile.runtime_kernels.ops.gaussian import gaussian_error
-from q2compile.tools.page.errors import (
+from q2compile.tools.page.findings import (
     Error,
+    findings,
     gaussian_of_gemm,
     gemm_errors,
     operand_errors,
     worst_by_module,
 )
-from q2compile.tools.page.findings import findings
 
 LAYERS = [f"layers.{i}.{name}" for i in range(2) for name in ("q", "down")]
 NAMES = [*LAYERS, "lm_head"]

@@ -13,11 +13,8 @@ from torch import nn
 from q2compile.cost_model.ranges import Range
 from q2compile.report.row import Row
 from q2compile.tools.measure import measure
-from q2compile.tools.page.command import run_page
-from q2compile.tools.page.document import document, report_page
-from q2compile.tools.page.headline import headline
-from q2compile.tools.page.read_dump import read_dump
-from q2compile.tools.page.times import beside_bf16
+from q2compile.tools.page.command import read_dump, run_page
+from q2compile.tools.page.document import beside_bf16, document, headline, report_page
 from q2compile.tools.time_words import seconds_text, time_words
 from tests.support.page_data import data_of
 from tests.support.page_dumps import SCRIPT, dump_of_net, with_more_layers

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from q2compile.tools import cli
+from q2compile.tools.page.command import read_dump
 from q2compile.tools.page.document import report_page
-from q2compile.tools.page.read_dump import read_dump
 from tests.support.page_dumps import SCRIPT, dump_of_net, with_more_layers
 
 ROW = "#table tr.row"
@@ -63,7 +63,7 @@ def open_folds(browser):
 
 PRODUCTS = "layers.0–3.<matmul>"
 EQUAL = ["layers.0–3.q_proj", "layers.0–3.k_proj", "layers.0–3.up", "layers.0–3.down"]
-MODULES = [*EQUAL, SCRIPT, "head", "tiny"]
+MODULES = [*EQUAL, SCRIPT, "head", "tiny", PRODUCTS]
 
 
 def test_it_opens_and_loads_nothing_else(opened):
@@ -83,7 +83,7 @@ def test_it_opens_and_loads_nothing_else(opened):
 def test_names_that_are_html_are_text(opened):
     """An alert would make the next command of the driver fail."""
     assert SCRIPT in shown(opened) and SCRIPT in lines(opened)
-    opened.click("#table .opener", f"▸{SCRIPT}")
+    opened.click("#table .opener", SCRIPT)
     source = opened.find(".facts code.muted").text
     assert "self._modules[SCRIPT](x)" in source
     show_graph(opened)
@@ -91,21 +91,21 @@ def test_names_that_are_html_are_text(opened):
     assert opened.js("return document.scripts.length") == 2
 
 
-def test_products_of_activations_are_one_line_that_opens(opened):
-    """Products of activations need no decision, so they are one line. A filter or a search for them
-    also shows them."""
-    assert PRODUCTS not in shown(opened)
-    label = "8 products of activations, such as attention's, without a weight"
-    opened.click(".products button", f"▸{label}")
-    assert shown(opened).count(PRODUCTS) == 2
-    opened.click(".products button", f"▾{label}")
-    assert PRODUCTS not in shown(opened)
-    opened.choose("[data-filter=state]", "no weight")
-    assert set(shown(opened)) == {PRODUCTS} and opened.texts(".products") == []
+def test_products_of_activations_are_lines_of_their_own(opened):
+    """They need no decision."""
+    parts = "return [...document.querySelectorAll('#table tbody')].map((e) => e.textContent)"
+    texts = opened.js(parts)
+    title = "Products of activations, such as attention's, without a weight"
+    assert [text.startswith(PRODUCTS) for text in texts[texts.index(title) + 1 :]] == [True] * 2
+    assert not any(text.startswith(PRODUCTS) for text in texts[: texts.index(title)])
+    opened.click("#search")
+    opened.press(*"no weight")
+    assert set(shown(opened)) == {PRODUCTS}
 
 
 def test_search(opened):
-    opened.press("/", *"down")
+    opened.click("#search")
+    opened.press(*"down")
     assert shown(opened) == ["layers.0–3.down"] and "head" not in lines(opened)
     assert opened.find("#shown").text == "4 of 27 matmuls, in 1 line"
     opened.press("BACKSPACE", "BACKSPACE", "BACKSPACE", "BACKSPACE", *"layers.2 q_proj")
@@ -114,35 +114,40 @@ def test_search(opened):
     assert shown(opened) == [] and "No module matches." in opened.find(".tree").text
     opened.press("ESCAPE")
     assert set(shown(opened)) == set(MODULES)
-    assert opened.js("return document.activeElement.id") != "search"
 
 
-def test_filters(opened):
-    opened.choose("[data-filter=state]", "left")
-    assert shown(opened) == ["head", "tiny"]
-    opened.choose("[data-filter=reason]", "policy: 'head' says bf16")
-    assert shown(opened) == ["head"]
-    opened.click("#filters button", "Clear")
-    opened.choose("[data-filter=recipe]", "quartet2 with bf16 dgrad")
-    assert shown(opened) == ["layers.0–3.down"]
-    opened.click(".reasons button", "1 × too small")
-    assert shown(opened) == ["tiny"]
+def test_links_narrow_the_table(opened):
+    """The search says to what."""
+    said = "return document.getElementById('search').value"
+    opened.click(".reasons button", "1 × policy: 'head' says bf16")
+    assert shown(opened) == ["head"] and opened.js(said) == "policy: 'head' says bf16"
     opened.click(".recipe button", "4 matmuls")
-    assert shown(opened) == ["layers.0–3.down"]
+    assert shown(opened) == ["layers.0–3.down"] and opened.js(said) == "quartet2 with bf16 dgrad"
+    opened.click(".recipe button", "13 matmuls")
+    assert shown(opened) == [*EQUAL[:3], SCRIPT] and opened.js(said) == "quartet2"
+    opened.click("#search")
+    opened.press("ESCAPE")
+    assert set(shown(opened)) == set(MODULES)
+    opened.press(*"left")
+    assert shown(opened) == ["head", "tiny"]
 
 
 def test_equal_layers_are_one_line_that_opens(opened):
     assert "layers.0–3" in lines(opened)
+    assert opened.texts(".tree [data-path='layers.0–3'] .copies") == ["×4"]
     opened.click(".tree [data-path='layers.0–3'] code")
     assert "q_proj" not in lines(opened)
-    opened.click(".tree [data-path='layers.0–3'] .copies")
-    assert [line for line in lines(opened) if line in "0123"] == list("0123")
+    own = [f"layers.{i}.q_proj" for i in range(4)]
     opened.click("#table .copies")
-    assert [f"layers.{i}.q_proj" in shown(opened) for i in range(4)] == [True] * 4
+    assert [name for name in shown(opened) if name in own] == own
+    opened.click("#table .opener", own[1])
+    assert opened.find(".one + .detail")
+    opened.click("#table .copies")
+    assert not set(own) & set(shown(opened)) and opened.texts(".detail") == []
 
 
 def test_a_matmul_shows_its_gemms_and_its_kernels(opened):
-    opened.click("#table .opener", "▸layers.0–3.down")
+    opened.click("#table .opener", "layers.0–3.down")
     labels = ".map((e) => e.getAttribute('aria-label'))"
     drawings = opened.js(f"return [...document.querySelectorAll('.details .gemm')]{labels}")
     assert drawings == [
@@ -160,15 +165,14 @@ def test_a_matmul_shows_its_gemms_and_its_kernels(opened):
 
 
 def test_from_a_matmul_to_its_node_and_back(opened):
-    """Also to one that is folded away, since nothing changed there. The node shows its source, and
-    its module leads back to the model."""
-    opened.click("#table .opener", "▸layers.0–3.up")
+    """Also to one that is folded away, since nothing changed there. The module of the node leads
+    back to the model."""
+    opened.click("#table .opener", "layers.0–3.up")
     opened.click(".details .facts button", "graph 0")
-    assert "F.silu(self.up(x))" in opened.find(".info").text
     focused_node = "return document.activeElement.closest('.pair').textContent"
     assert "q2.linear" in opened.js(focused_node)
-    opened.click("#table .opener", "▾layers.0–3.up")
-    opened.click("#table .opener", "▸head")
+    opened.click("#table .opener", "layers.0–3.up")
+    opened.click("#table .opener", "head")
     opened.click(".details .facts button", "graph 0")
     assert "head.weight" in opened.js(focused_node)
     opened.click(".in-module button", "head")
@@ -193,8 +197,6 @@ def test_graphs_side_by_side(opened):
     show_graph(opened, "Backward")
     merged = opened.find(".passes tbody tr", "merge_seeds").get_attribute("textContent")
     assert "q2.seed −" in merged and re.search(r"\d (µs|ms|s)", merged)
-    opened.click(".pair.removed .node")
-    assert "page_dumps.py:" in opened.find(".info").text
 
 
 def test_a_graph_that_no_pass_changed(browser, tmp_path):
@@ -221,12 +223,10 @@ def test_the_tree_by_keyboard(opened):
     assert focused(opened) == "layers.0–3" and "q_proj" in lines(opened)
     opened.press("ENTER")
     assert lines(opened) == ["layers.0–3", SCRIPT, "head", "tiny"]
-    opened.press("TAB", "ENTER")
-    assert [line for line in lines(opened) if line in "0123"] == list("0123")
     opened.js("document.querySelector('.tree .go').focus()")
     opened.press("ENTER")
-    assert opened.find(".module-filter").text.startswith("in layers.0–3")
-    assert all("layers" in name for name in shown(opened))
+    assert opened.js("return document.getElementById('search').value") == "layers.0–3"
+    assert shown(opened) == [*EQUAL, PRODUCTS, PRODUCTS]
 
 
 def test_stages_and_rows_by_keyboard(opened):
@@ -242,17 +242,10 @@ def test_stages_and_rows_by_keyboard(opened):
 
 
 def test_dark_and_light(browser, page):
-    background = "return getComputedStyle(document.body).backgroundColor"
-    colors = {}
-    for theme in ("light", "dark"):
+    """The page follows the system."""
+    for theme, color in (("light", "rgb(247, 247, 245)"), ("dark", "rgb(17, 20, 22)")):
         browser.open(page, theme=theme)
-        colors[theme] = browser.js(background)
-    assert colors["light"] == "rgb(247, 247, 245)" and colors["dark"] == "rgb(17, 20, 22)"
-    browser.click("#theme")
-    assert browser.js(background) == colors["light"]
-    browser.click("#theme")
-    assert browser.js(background) == colors["dark"]
-    browser.js("localStorage.clear()")
+        assert browser.js("return getComputedStyle(document.body).backgroundColor") == color
 
 
 @pytest.mark.parametrize("width", [1280, 390, 320])
@@ -265,7 +258,6 @@ def test_no_sideways_scrolling(browser, page, width):
         assert browser.overhang() <= 0
     for tab in ("Rewrite", "Backward", "Forward code"):
         show_graph(browser, tab)
-        browser.js("document.querySelectorAll('.pair .node').forEach((e) => e.click())")
         assert browser.overhang() <= 0
     assert browser.errors() == []
 
@@ -298,11 +290,11 @@ def test_old_dumps_open(browser, dumped, tmp_path):
     (folder / "graph_0" / "nodes.json").unlink()
     assert cli.main(["report", str(folder)]) == 0
     browser.open(folder / "report.html")
-    browser.click(".products button")
     assert "<matmul>" in shown(browser)
-    browser.click("#table .opener", "▸layers.0–3.up")
+    browser.click("#table .opener", "layers.0–3.up")
     browser.click(".details .facts button", "graph 0")
-    assert browser.find(".info").text == "No line of source is known."
+    focused_node = "return document.activeElement.closest('.pair').textContent"
+    assert "layers.0.up.weight" in browser.js(focused_node)
     assert browser.errors() == []
 
 
@@ -315,7 +307,7 @@ def test_measured_times_are_shown(browser, dumped, tmp_path):
     path.write_text(report_page("measured", rows, notes, graphs))
     browser.open(path)
     assert browser.find(".tile", "Measured time0.45 times BF16's")
-    browser.click("#table .opener", "▸layers.0–3.up")
+    browser.click("#table .opener", "layers.0–3.up")
     text = "<b>GPU 0.45 times BF16's time (faster): 45 µs, BF16 100 µs"
     assert text in browser.find(".details .facts").text
 
@@ -344,9 +336,10 @@ def test_32_layers(browser, dumped, tmp_path):
     assert cli.main(["report", str(folder)]) == 0
     browser.open(folder / "report.html")
     assert "layers.0–31" in lines(browser)
-    assert browser.find("#shown").text == "195 of 195 matmuls, in 8 lines"
+    assert browser.find("#shown").text == "195 of 195 matmuls, in 9 lines"
     show_graph(browser)
     assert len(browser.texts(".pair.replaced .right")) == 8 * 17
-    browser.press("/", *"layers.17")
+    browser.click("#search")
+    browser.press(*"layers.17")
     assert shown(browser)[0] == "layers.17.q_proj"
     assert browser.errors() == []
