@@ -76,17 +76,9 @@ class NoteLayout:
     @staticmethod
     @cache
     def parse(text: str) -> NoteLayout:
-        """The layout that `text` wrote. Cached, since a graph that runs on the host notes in every
-        step."""
-        found = json.loads(text.replace("'", '"'))
-        return NoteLayout(
-            [(seed_index, gemm, role) for seed_index, gemm, role in found["marks"]],
-            [
-                ((seed_index, gemm, role), index)
-                for (seed_index, gemm, role), index in found["rows"]
-            ],
-            found["weights"],
-        )
+        """The layout that `text` wrote, with lists for tuples. Cached, since a graph that runs on
+        the host notes in every step."""
+        return NoteLayout(**json.loads(text.replace("'", '"')))
 
 
 @dataclass(frozen=True)
@@ -144,9 +136,7 @@ def _uses(graph: fx.Graph, kind: str, recipes: dict[int, Recipe]) -> Iterator[_U
     """The quantized operands of a graph's GEMMs, in their order; those of a forward graph include
     what only the backward will multiply. Operands that the forward saved are the forward's."""
     from_tangents = depending_on_tangents(graph)
-    seed_indices_of: dict[
-        Any, list[int]
-    ] = {}  # what an x is quantized from -> the linears that take it
+    seed_indices_of: dict[Any, list[int]] = {}  # source of an x -> the linears that take it
     for gemm in q2_nodes(graph, *GEMM_OPS):
         seed_index = seed_index_of(gemm)
         if seed_index not in recipes:
@@ -284,12 +274,11 @@ def _recorded_output(graph: fx.Graph, maker: Any, which: int) -> fx.Node:
 def _add_weights(graph: fx.Graph, uses: list[_Use], layout: NoteLayout) -> list[fx.Node]:
     """Codes of the weights as fprop multiplies them, to be compared with the next record's."""
     sampled: dict[fx.Node, fx.Node] = {}
-    for seed_index, codes in [
-        (u.place[0], u.parts[0]) for u in uses if u.place[1:] == ("fprop", "w")
-    ]:
-        if codes not in sampled:
+    for use in uses:
+        codes = use.parts[0]
+        if use.place[1:] == ("fprop", "w") and codes not in sampled:
             sampled[codes] = _call(graph, torch.ops.q2.sampled_codes.default, (codes,), codes)
-            layout.weights.append(seed_index)
+            layout.weights.append(use.place[0])
     return list(sampled.values())
 
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from q2compile.capture.module_names import Names, site_name
+from q2compile.capture.module_names import Names
 from q2compile.graph.nodes import LINEAR_OPS, q2_nodes
 from q2compile.graph.views import example
 from q2compile.recipes.recipe import Operand, parse
@@ -23,11 +23,13 @@ from q2compile.torch_internals.dynamo import called_graphs, parameter_of
 
 
 class Taken(Protocol):
-    """The parts of a report's row that are read. seed_index: of the linear, if it was taken."""
+    """The parts of a report's row that are read. seed_index: of the linear, if it was taken.
+    served: equal layers that Dynamo will run with the same graph."""
 
     module: str
     taken: bool
     seed_index: Any
+    served: list[str]
 
 
 _UNIT = 128  # what a contraction is padded to, at most
@@ -44,9 +46,8 @@ def recorder_of(
     make(options)  # also where nothing is recorded, which is said at exit
     if not torch.is_grad_enabled():
         return None
-    modules = {row.seed_index: row.module for row in rows if row.taken}
+    modules = {row.seed_index: (row.module, *row.served) for row in rows if row.taken}
     sites, device = {}, None
-    served = _served(names)
     for inner in called_graphs(gm):
         for node in q2_nodes(inner.graph, *LINEAR_OPS):
             args: Any = node.args
@@ -55,25 +56,14 @@ def recorder_of(
                 continue
             recipe = parse(fprop, dgrad, wgrad)
             w = example(args[1])
-            name = modules[seed_index]
             codes = _sampled_bytes(w, recipe.fprop.b) if recipe.fprop is not None else 0
-            sites[seed_index] = Site((name, *served.get(name, ())), recipe, codes)
+            sites[seed_index] = Site(modules[seed_index], recipe, codes)
             device = w.device
     if not sites or device is None:
         return None
     inputs = gm.graph.find_nodes(op="placeholder")
     parameters = [i for i, node in enumerate(inputs) if parameter_of(node) is not None]
     return Recorder(next(_recorder_numbers), sites, parameters, device, options, names.root)
-
-
-def _served(names: Names) -> dict[str, list[str]]:
-    """Site -> the sites of equal layers that Dynamo will run with the same graph."""
-    return {
-        site_name(own): names.served_too(parameter)
-        for parameter in names.held
-        for own in names.by_id.get(id(parameter), [])
-        if names.served_too(parameter)
-    }
 
 
 def _sampled_bytes(w: Any, operand: Operand) -> int:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from q2compile.recipes.recipe import Recipe
+from q2compile.recipes.recipe import GEMMS, Recipe
 from q2compile.runtime_kernels.numerics import constants
 from q2compile.runtime_kernels.numerics.schemes import SCHEMES
 from q2compile.runtime_kernels.numerics.statistics import SUMS
@@ -300,10 +300,7 @@ class Recorder:
             own.step,
             [(*name, index) for name, (_, index) in zip(names, layout.rows, strict=True)],
             layout.statistics,
-            [
-                self._named((seed_index, "fprop", "w"), own.number)[0]
-                for seed_index in layout.weights
-            ],
+            [self._named((w, "fprop", "w"), own.number)[0] for w in layout.weights],
             HostCopy.of(torch.cat(found) if len(found) > 1 else found[0]),
         )
         own.training.folder.add(record)
@@ -333,7 +330,8 @@ class Recorder:
         known = number < len(site.modules)
         module = site.modules[number] if known else f"{site.modules[0]} (call {number})"
         quantized: Any = getattr(site.recipe, gemm)
-        return module, gemm, role, str(quantized.b if role != _first(gemm) else quantized.a)
+        operand = (quantized.a, quantized.b)[GEMMS[gemm].index(role)]
+        return module, gemm, role, str(operand)
 
     def marks(self) -> dict[str, HostCopy]:
         """A copy of the marks of each kind, begun now."""
@@ -360,10 +358,6 @@ class Recorder:
     def forget_marks(self) -> None:
         for memory in self._memory.values():
             memory.marks.zero_()
-
-
-def _first(gemm: str) -> str:
-    return "x" if gemm == "fprop" else "dy"
 
 
 def _noted(
