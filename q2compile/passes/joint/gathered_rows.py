@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which operands are rows that were gathered from a matrix, asked of an FX graph."""
+"""Which operands are rows that were gathered from a matrix, asked of an FX graph. Of the spellings
+only those are known that Inductor's decompositions leave: no index_select, masked_fill or zeros."""
 
 from __future__ import annotations
 
@@ -16,8 +17,6 @@ from q2compile.passes.joint.permutations import order_of
 
 _aten = torch.ops.aten
 _INDEXED = (_aten.index.Tensor, _aten._unsafe_index.Tensor)
-_ZEROS = (_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default)
-_FILLED = (_aten.full.default, _aten.full_like.default, _aten.scalar_tensor.default)
 
 
 class Zeroed(NamedTuple):
@@ -81,8 +80,6 @@ def _gather(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     if node.target in _INDEXED:
         indices: Any = node.args[1]
         index = indices[0] if all(other is None for other in indices[1:]) else None
-    elif node.target is _aten.index_select.default:
-        index = node.args[2] if node.args[1] in (0, -2) else None
     elif node.target is _aten.gather.default:
         index = spread(node.args[2]) if node.args[1] in (0, -2) else None
         if index is not None and not _equal(_shape(node)[1], _shape(source)[1]):
@@ -105,10 +102,6 @@ def spread(index: Any) -> fx.Node | None:
 def zeroes_rows(node: fx.Node) -> tuple[Zeroed, Any] | None:
     """The rows that a node sets to zero, and the value of the others; None for other nodes."""
     mask: Any
-    if node.target is _aten.masked_fill.Scalar:
-        inner, mask, value = node.args
-        of_rows = _mask_of_rows(mask, node) if _is_positive_zero(value) else None
-        return None if of_rows is None else (Zeroed(of_rows, True), inner)
     if node.target is not _aten.where.self:
         return None
     mask, first, second = node.args
@@ -128,14 +121,11 @@ def _mask_of_rows(mask: Any, node: fx.Node) -> fx.Node | None:
 
 
 def is_zero(node: Any) -> bool:
-    """Whether a node is a constant of zeros."""
-    if not isinstance(node, fx.Node) or node.target not in _FILLED:
-        return isinstance(node, fx.Node) and node.target in _ZEROS
-    return _is_positive_zero(node.args[0 if node.target is _aten.scalar_tensor.default else 1])
-
-
-def _is_positive_zero(value: Any) -> bool:
-    """Whether a number is +0, because -0 has another code."""
+    """Whether a node is a constant of zeros. +0, because -0 has another code."""
+    places = {_aten.full.default: 1, _aten.scalar_tensor.default: 0}
+    if not isinstance(node, fx.Node) or node.target not in places:
+        return False
+    value = node.args[places[node.target]]
     return isinstance(value, int | float) and str(float(value)) == "0.0"
 
 

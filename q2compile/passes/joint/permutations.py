@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which indices are permutations, and what undoes them, asked of an FX graph."""
+"""Which indices are permutations, and what undoes them, asked of an FX graph after Inductor's
+decompositions: arange is prims.iota there, and floor_divide div."""
 
 from __future__ import annotations
 
@@ -16,7 +17,6 @@ _aten, _prims = torch.ops.aten, torch.ops.prims
 _WIDE = (torch.int32, torch.int64)
 _DRESSED = VIEWS & ~PERMUTE | COPY | CAST  # what keeps the order of elements
 _SORTS = (_aten.sort.default, _aten.sort.stable)
-_QUOTIENTS = (_aten.div.Tensor_mode, _aten.div.Scalar_mode, _aten.floor_divide.default)
 
 
 class Order(NamedTuple):
@@ -30,12 +30,12 @@ def order_of(index: Any) -> Order | None:
     """How an index derives from a permutation of known origin, through views and casts. k is 1 for
     the permutation itself; its size is a multiple of k if the caller says so."""
     node = _undressed(index)
-    if node.target not in _QUOTIENTS:
+    if node.target is not _aten.div.Tensor_mode:
         return Order(node, 1) if is_permutation(node) else None
     args: Any = node.args
     permutation, k = _undressed(args[0]), args[1]
-    rounding = node.kwargs.get("rounding_mode", "floor")  # floor_divide has none
-    known = isinstance(k, int) and k > 0 and rounding in ("floor", "trunc")
+    rounds = node.kwargs.get("rounding_mode") in ("floor", "trunc")
+    known = isinstance(k, int) and k > 0 and rounds
     return Order(permutation, k) if known and is_permutation(permutation) else None
 
 
@@ -104,13 +104,8 @@ def _counts_up(node: Any) -> bool:
     if not isinstance(node, fx.Node):
         return False
     node = _undressed(node)
-    if node.target is _prims.iota.default:
-        return (node.kwargs.get("start"), node.kwargs.get("step")) == (0, 1)
-    if node.target is _aten.arange.start_step:
-        return node.args[0] == 0 and (len(node.args) < 3 or node.args[2] == 1)
-    return node.target is _aten.arange.default or (
-        node.target is _aten.arange.start and node.args[0] == 0
-    )
+    start = (node.kwargs.get("start"), node.kwargs.get("step"))
+    return node.target is _prims.iota.default and start == (0, 1)
 
 
 def _undressed(node: fx.Node) -> fx.Node:

@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from q2compile.graph.nodes import op_counts
 from q2compile.passes.joint.gather_scattered import gather_scattered_pass
+from q2compile.torch_internals.inductor import decompositions
 
 TOKENS, TOP, K, EXPERTS = 24, 3, 16, 5
 ROWS = TOKENS * TOP
@@ -101,7 +102,7 @@ def inputs(dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
 
 
 def traced(function: Callable[..., Tensor], *args: Tensor) -> fx.GraphModule:
-    return make_fx(function, tracing_mode="fake")(*args)
+    return make_fx(function, decompositions(), tracing_mode="fake")(*args)
 
 
 def run(gm: fx.GraphModule, *args: Tensor) -> Tensor:
