@@ -32,10 +32,10 @@ from q2compile.torch_internals.aot_autograd import (
 from q2compile.torch_internals.dynamo import called_graphs, copied, forget_arguments
 from q2compile.torch_internals.inductor import (
     JOINT_PASS_SLOT,
+    PASS_SLOT,
     inductor_compile,
     inductor_options_of_mode,
     pass_in_slot,
-    pass_slot,
     short_sums_unrolled,
 )
 from q2compile.torch_internals.partitioner import PARTITIONER_SLOT, partitioner_in_slot
@@ -162,15 +162,14 @@ def _compiled(
         run = lambda g: passes(g.graph)  # noqa: E731
         return aot_eager_compile(gm, example_inputs, run, joint, cut, within=patched)
     lowering.register()
-    settings = {**short_sums_unrolled(), **_settings(config), **pass_slot(passes)}
+    settings = {**short_sums_unrolled(), **_settings(config), PASS_SLOT: passes}
     if cut is not None:
         settings[PARTITIONER_SLOT] = cut
     settings[JOINT_PASS_SLOT] = joint
+    on_code = None
     if watcher is not None:  # a cache hit would skip the passes, and with them what is to be shown
-        settings["fx_graph_cache"] = False
-        on_code = watcher.output_code
-        return inductor_compile(gm, example_inputs, settings, on_code, _checked, passes.forget)
-    return inductor_compile(gm, example_inputs, settings, None, _checked, passes.forget)
+        settings["fx_graph_cache"], on_code = False, watcher.output_code
+    return inductor_compile(gm, example_inputs, settings, on_code, _checked, passes.forget)
 
 
 def _compiled_form(config: Config, gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -180,7 +179,7 @@ def _compiled_form(config: Config, gm: fx.GraphModule, inputs: list[Any]) -> Cal
     if config.inner == "eager":
         return aot_eager_compile(gm, inputs, lambda g: passes(g.graph), within=patched)
     lowering.register()
-    settings = {**_settings(config), **pass_slot(passes), "triton.cudagraphs": False}
+    settings = {**_settings(config), PASS_SLOT: passes, "triton.cudagraphs": False}
     return inductor_compile(gm, inputs, settings, within=_checked, on_again=passes.forget)
 
 

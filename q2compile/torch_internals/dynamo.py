@@ -173,10 +173,9 @@ def compiled_apart(
     older torch gets a higher limit as long as this lasts. FSDP2 gathers values meanwhile.
     """
     isolates = "isolate_recompiles" in inspect.signature(torch.compile).parameters
-    more = {} if isolates else dict.fromkeys(("recompile_limit", "cache_size_limit"), 1 << 16)
-    changes = {name: limit for name, limit in more.items() if hasattr(torch._dynamo.config, name)}
     options: dict[str, Any] = {"isolate_recompiles": True} if isolates else {}
-    with torch._dynamo.config.patch(changes) if changes else nullcontext(), values_too():
+    raised = nullcontext() if isolates else torch._dynamo.config.patch(recompile_limit=1 << 16)
+    with raised, values_too():
         yield torch.compile(model, backend=backend, **options)
 
 
@@ -218,8 +217,8 @@ def recompile_limit() -> int:
 def is_at_recompile_limit(module: torch.nn.Module) -> bool:
     """Whether Dynamo has compiled the forward of the module's class that many times."""
     code = getattr(type(module).forward, "__code__", None)
-    entries = getattr(torch._dynamo.eval_frame, "_debug_get_cache_entry_list", None)
-    return code is not None and entries is not None and len(entries(code)) >= recompile_limit()
+    entries = torch._dynamo.eval_frame._debug_get_cache_entry_list
+    return code is not None and len(entries(code)) >= recompile_limit()
 
 
 def compile_id() -> str:
@@ -303,8 +302,8 @@ def mark_static(placeholders: Iterable[fx.Node]) -> None:
 
 def source_text(grapharg: Any) -> str:
     """Where Dynamo found an input: L['self']._modules['up']._parameters['weight']."""
-    name = grapharg.source.name
-    return name if isinstance(name, str) else name()
+    name: str = grapharg.source.name
+    return name
 
 
 # Attributes of a tensor that Dynamo writes as functions: .data, and the others from torch 2.15 on.

@@ -9,7 +9,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from torch import fx
-from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass
 
 from q2compile.errors import BackendError, ConfigError, one_of, shown
 from q2compile.torch_internals.dynamo import kept
@@ -179,15 +179,8 @@ def lower(gm: fx.GraphModule) -> None:
         lowering.run(*inputs)
 
 
-PASS_SLOT = "post_grad_custom_pre_pass"
+PASS_SLOT = "post_grad_custom_pre_pass"  # 2.11 takes one pass, 2.13 also a list
 JOINT_PASS_SLOT = "joint_custom_post_pass"
-
-
-def pass_slot(manager: CustomGraphPass) -> dict[str, Any]:
-    """The patch that runs ``manager`` over post-grad graphs. 2.11 takes one pass, 2.13 also a
-    list.
-    """
-    return {PASS_SLOT: manager}
 
 
 def pass_in_slot(slot: str = PASS_SLOT) -> Any:
