@@ -385,7 +385,6 @@ FAULTS = (
         'ahead = _ALPHA if first.format == "nvfp4" and ALPHA_FROM not in node.meta else 0',
         "ahead = 0",
         "q2compile/cost_model",
-        "lowering/test_launch_counts.py",
     ),
 )
 
