@@ -22,6 +22,8 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("CXX", os.path.join(os.path.dirname(__file__), "support/compiler/g++"))
+# Triton finds what it compiled in earlier runs, by the hash of all that it was made of.
+os.environ.setdefault("TRITON_CACHE_DIR", os.path.abspath(f"{__file__}/../../build/triton"))
 if "PYTEST_XDIST_WORKER" not in os.environ:
     # All processes of a run share the folder of compiled code, which is empty at the start.
     os.environ["TESTS_COMPILED"] = tempfile.mkdtemp(prefix="q2compile-tests-")

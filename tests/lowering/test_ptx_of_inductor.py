@@ -46,7 +46,8 @@ SCHEMES = ["nvfp4_46_pow2", "nvfp4_pow2", "nvfp4_search_pow2"]
 
 
 @pytest.mark.parametrize(
-    "scheme, capability", [*product(SCHEMES, (80, 90, 100)), (SCHEMES[0], 120)]
+    "scheme, capability",
+    [*product(SCHEMES, (90, 100)), *product(SCHEMES[:1], (80, 120))],
 )
 def test_the_reference_s_bits(scheme, capability, monkeypatch, tmp_path) -> None:
     """Codes and raw scales come from one kernel; the reference splits the scales."""

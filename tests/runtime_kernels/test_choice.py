@@ -4,8 +4,6 @@ choice holds."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -17,6 +15,7 @@ from q2compile.runtime_kernels import registry
 from q2compile.runtime_kernels.choice import InGraph, choose, generated_kernel
 from q2compile.runtime_kernels.kernel_states import AWAITED, KNOWN, Result, awaited_in, disable
 from q2compile.runtime_kernels.registry import CPP, KERNELS, KernelWarning
+from tests.support import forked
 from tests.support.checked_forms import arguments_of
 
 ARGS = arguments_of("gemm", "nvfp4_46_pow2")
@@ -98,6 +97,6 @@ def test_a_process_that_compiles_has_the_generated_kernels() -> None:
         "from q2compile.runtime_kernels.choice import KERNELS\n"
         "print([k.name for k in KERNELS['quantize']], KERNELS['amax'][0].name)"
     )
-    command = [sys.executable, "-c", code]
-    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert found == "['fused', 'inductor', 'cuda', 'cpp', 'reference'] inductor\n"
+    done = forked.run(code)
+    found = "['fused', 'inductor', 'cuda', 'cpp', 'reference'] inductor\n"
+    assert (done.returncode, done.stdout) == (0, found), done.stderr

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The models of `model_zoo`: one training step under the backend, compared with the model's own.
 
-    python -m tests.support.model_matrix [MODEL ...] [--inductor] [--write]
+    python -m tests.support.model_matrix [MODEL ...] [--write]
 
 prints a row of the table in `tests/MODELS.md` for each model (all by default), or writes that file
-anew. With --inductor the step runs under plain Inductor, too, and the rewritten graphs under
-Inductor instead of eagerly, which takes some minutes a model.
+anew. The rewritten graphs run eagerly.
 """
 
 from __future__ import annotations
@@ -113,13 +112,6 @@ def run(name: str, inner: str) -> Result:
     )
 
 
-def run_plain_inductor(name: str) -> None:
-    """The same step by torch.compile alone: raises what it raises."""
-    torch._dynamo.reset()
-    model, inputs = model_zoo.BUILDERS[name]()
-    step(model.train(), inputs, torch.compile(model))
-
-
 def table_row(name: str, result: Result) -> str:
     """One line of the table; a reason is shown up to its first semicolon."""
     whys: Counter[str] = Counter()
@@ -134,15 +126,14 @@ def table_row(name: str, result: Result) -> str:
     )
 
 
-def header(inner: str) -> str:
+def header() -> str:
     today = datetime.datetime.now(datetime.timezone.utc).date()
-    plain = " Plain `torch.compile` ran each of them, too." if inner == "inductor" else ""
     return f"""# Unmodified models
 
 One training step of each model in `tests/support/model_zoo.py` (random weights, tiny sizes, CPU).
 Written by `python {" ".join(["-m tests.support.model_matrix", *sys.argv[1:]])}` on {today},
 torch {torch.__version__}, transformers {transformers.__version__}, rewritten graphs run by
-{inner}.{plain}
+eager.
 
 "Taken" counts quantized matmuls among those with a weight; "left" gives reasons for the others.
 Products of two activations, as in attention, are left in all models. Loss and gradients are
@@ -157,18 +148,14 @@ figures.
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="*", metavar="MODEL", help="default: all")
-    parser.add_argument("--inductor", action="store_true", help="not eagerly; and plain Inductor")
     parser.add_argument("--write", action="store_true", help=f"write {TABLE.name}")
     args = parser.parse_args()
-    inner = "inductor" if args.inductor else "eager"
     lines = []
     for name in args.models or model_zoo.BUILDERS:
-        if args.inductor:
-            run_plain_inductor(name)
-        lines.append(table_row(name, run(name, inner)))
+        lines.append(table_row(name, run(name, "eager")))
         print(lines[-1], flush=True)
     if args.write:
-        TABLE.write_text(header(inner) + "\n".join(lines) + "\n", encoding="utf-8")
+        TABLE.write_text(header() + "\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -15,14 +15,26 @@ from torch import Tensor
 
 from q2compile.graph.quantizers import quantizers as of_graph
 from q2compile.runtime_kernels.cuda.quantize import quantizers
+from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.ops.table import QUANTIZE, REQUANTIZE, QuantizerCall
 
 Seed = Tensor | None
+SEEDS = torch.tensor(-1234567890123456789), torch.tensor(42)
+
+
+def amax_of(x: Tensor, scheme: str) -> Tensor | None:
+    """x's amax, if the scheme takes one."""
+    return torch.ops.q2.amax(x) if get_scheme(scheme).takes_amax else None
 
 
 def plain(x: Any, amax: Seed, seed: Seed, scheme: str, rng_offset: int = 0) -> QuantizerCall:
     """Rowwise, without a rotation."""
     return one(x, seed, scheme, "none", False, rng_offset, amax=amax)
+
+
+def with_amax(x: Tensor, seed: Seed, scheme: str, rng_offset: int = 0) -> QuantizerCall:
+    """The same with x's amax, if the scheme takes one."""
+    return plain(x, amax_of(x, scheme), seed, scheme, rng_offset)
 
 
 def one(

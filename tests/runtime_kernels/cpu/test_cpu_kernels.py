@@ -130,12 +130,11 @@ def test_an_amax_that_is_not_the_largest() -> None:
 
 
 def test_strides_and_empty_operands() -> None:
-    for scheme in FLAT:
-        base = matrix((64, 96), torch.bfloat16)
-        strided = base.t(), base[:, 1::2], base[3:, 5:], base[:1].expand(20, 96)
-        for x in (*strided, base[:0], base[:, :0]):
-            for transform in ("none", "rht32"):
-                agree_call(calls.both(x, *SEEDS, scheme, transform, 1))
+    base = matrix((64, 96), torch.bfloat16)
+    strided = base.t(), base[:, 1::2], base[3:, 5:], base[:1].expand(20, 96)
+    operands = *strided, base[:0], base[:, :0]
+    for scheme, transform, which in pairwise(FLAT, ["none", "rht32"], range(len(operands))):
+        agree_call(calls.both(operands[which], *SEEDS, scheme, transform, 1))
 
 
 def test_forms() -> None:

@@ -26,10 +26,10 @@ from tests.support import ptx
 from tests.support import quantizer_calls as calls
 from tests.support.blackwell_branch import blackwell_branch, with_software_fp4
 from tests.support.emulation.on_cpu import assert_same_bits, matrix, pretend_device
+from tests.support.quantizer_calls import SEEDS
 
 q2 = torch.ops.q2
 EDEN, FORWARD, QUEST = "nvfp4_ms_eden_pow2", "nvfp4_46_pow2", "mxfp4_quest"
-SEEDS = torch.tensor(-1234567890123456789), torch.tensor(42)
 BOTH = [
     (EDEN, "rht128"),
     (EDEN + SWIZZLED, "rht128"),

@@ -25,6 +25,7 @@ from tests.support import quantizer_calls as made
 from tests.support.checked_forms import CHECKED, COLUMNWISE, INDUCTOR_CHECKED, form, products
 from tests.support.emulation.random_bits import close_to_their_random_bits
 from tests.support.pairwise import covering, pairwise
+from tests.support.quantizer_calls import SEEDS
 
 assert runtime_kernels  # importing it registers the ops
 q2 = torch.ops.q2
@@ -32,7 +33,6 @@ pytestmark = pytest.mark.gpu
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 POW2, EXACT = "nvfp4_ms_eden_pow2", "nvfp4_ms_eden"
-SEEDS = torch.tensor(-1234567890123456789), torch.tensor(42)
 FP4 = [name for name, scheme in SCHEMES.items() if not scheme.is_tensorwise]
 # Schemes and transforms of the operands that the recipes other than quartet2 quantize.
 QUANTIZERS = [
@@ -157,8 +157,7 @@ def test_quantize() -> None:
         *("nvfp4_sr_pow2", "nvfp4_sr", "mxfp4_sr", "nvfp4"),
     ]:
         x = matrix((300, 1000), torch.bfloat16, "outliers")
-        amax = torch.ops.q2.amax(x) if get_scheme(scheme).takes_amax else None
-        agree(made.plain(x, amax, SEEDS[0], scheme, 2))
+        agree(made.with_amax(x, SEEDS[0], scheme, 2))
 
 
 def test_stochastic_rounding_next_to_random_bits() -> None:
@@ -200,8 +199,7 @@ def test_requantize() -> None:
         ["nvfp4_46_pow2", "nvfp4_46", "nvfp4_16x16"],
     ):
         x = matrix(shape, torch.bfloat16)
-        amax = torch.ops.q2.amax(x) if get_scheme(source).takes_amax else None
-        packed = made.plain(x, amax, None, source)()
+        packed = made.with_amax(x, None, source)()
         for scheme in (POW2, EXACT):
             agree(made.again(*packed, SEEDS[0], source, scheme, "rht128", shape[1], 1))
 
@@ -209,8 +207,7 @@ def test_requantize() -> None:
 def test_requantize_stochastically() -> None:
     for source, scheme in pairwise(["nvfp4_pow2", "nvfp4"], ["nvfp4_sr_pow2", "nvfp4_sr"]):
         x = matrix((257, 520), torch.bfloat16, "outliers")
-        amax = torch.ops.q2.amax(x) if get_scheme(source).takes_amax else None
-        packed = made.plain(x, amax, None, source)()
+        packed = made.with_amax(x, None, source)()
         agree(made.again(*packed, SEEDS[0], source, scheme, "rht128", 520, 1))
 
 
@@ -234,8 +231,7 @@ def test_swizzled_scales() -> None:
 def test_quantize_with_swizzled_scales() -> None:
     for scheme, shape in pairwise(["nvfp4_46_pow2", "nvfp4_46", "nvfp4_pow2", "nvfp4_sr"], SHAPES):
         x = matrix(shape, torch.bfloat16)
-        amax = torch.ops.q2.amax(x) if get_scheme(scheme).takes_amax else None
-        agree(made.plain(x, amax, SEEDS[0], scheme + SWIZZLED, 2))
+        agree(made.with_amax(x, SEEDS[0], scheme + SWIZZLED, 2))
 
 
 def test_requantize_with_swizzled_scales() -> None:
@@ -248,9 +244,8 @@ def test_requantize_with_swizzled_scales() -> None:
         [(256, 256), (130, 200), (3000, 4100)],
     ):
         x = matrix(shape, torch.bfloat16)
-        amax = torch.ops.q2.amax(x) if get_scheme(source).takes_amax else None
         for of_source, of_result in (("", SWIZZLED), (SWIZZLED, ""), (SWIZZLED, SWIZZLED)):
-            packed = made.plain(x, amax, None, source + of_source)()
+            packed = made.with_amax(x, None, source + of_source)()
             names = (source + of_source, scheme + of_result, transform)
             agree(made.again(*packed, SEEDS[0], *names, shape[1], 1))
 
@@ -282,8 +277,7 @@ def test_dequantize() -> None:
         elif spec.rounding == "quest":
             packed = made.masked(x, scheme, "h32")()[:3]
         else:
-            amax = torch.ops.q2.amax(x) if spec.takes_amax else None
-            packed = made.plain(x, amax, SEEDS[0], scheme)()
+            packed = made.with_amax(x, SEEDS[0], scheme)()
         for cols in (264, 2 * packed[0].shape[1]):
             assert_same_bits(*run_both("dequantize", *packed, scheme, cols, dtype))
 
@@ -297,8 +291,7 @@ def test_gemm() -> None:
         operands = []
         for rows in (200, 136):
             x = matrix((rows, 520), torch.bfloat16)
-            amax = torch.ops.q2.amax(x) if get_scheme(scheme).takes_amax else None
-            operands += made.plain(x, amax, None, scheme)()
+            operands += made.with_amax(x, None, scheme)()
         bias = matrix((1, 136), dtype)[0] if biased else None
         (got,), (want,) = run_both(
             "gemm", *operands, bias, scheme, scheme, dtype, kernel="cuda_bf16"

@@ -4,20 +4,18 @@ bit by bit."""
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 import torch
 
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED, get_scheme
 from tests.support import quantizer_calls as calls
-from tests.support.emulation.on_cpu import assert_agrees, assert_same_bits, launches_on_cpu, matrix
+from tests.support.emulation.on_cpu import assert_agrees, assert_same_bits, matrix
+from tests.support.quantizer_calls import SEEDS
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+pytestmark = pytest.mark.usefixtures("on_cpu")
 
 q2 = torch.ops.q2
 POW2, EXACT = "nvfp4_ms_eden_pow2", "nvfp4_ms_eden"
-SEEDS = torch.tensor(-1234567890123456789), torch.tensor(42)
 AMPERE, HOPPER, BLACKWELL = "sm_80", "sm_90a", "sm_100a"
 # Each way to fill a chunk, empty groups at both ends and between, more than a chunk, and rows of no
 # group: less than a tile, and more.
@@ -27,16 +25,6 @@ ROUTINGS = {
     "nothing but rows of no group": ([0, 0], 150),
     "more groups than lanes": ([2] * 37 + [0, 70], 3),
 }
-
-
-@pytest.fixture
-def architecture() -> str:
-    return HOPPER
-
-
-@pytest.fixture(autouse=True)
-def on_cpu(architecture, monkeypatch) -> None:
-    launches_on_cpu(monkeypatch, architecture)
 
 
 def routed(routing: str) -> tuple[int, tuple[torch.Tensor, torch.Tensor]]:

@@ -16,13 +16,13 @@ from q2compile.runtime_kernels.ops.table import QuantizerCall
 from q2compile.runtime_kernels.registry import REFERENCE, select
 from tests.support import quantizer_calls
 from tests.support.pairwise import pairwise
+from tests.support.quantizer_calls import SEEDS
 
 assert runtime_kernels and q2compile.linear.experts  # importing them registers the ops
 pytestmark = pytest.mark.gpu
 
 q2 = torch.ops.q2
 POW2, EXACT = "nvfp4_ms_eden_pow2", "nvfp4_ms_eden"
-SEEDS = torch.tensor(-1234567890123456789), torch.tensor(42)
 SIZES = [0, 1, 3, 8, 9, 16, 17, 0, 33, 64, 65, 128, 130, 700, 257, 2, 0, *([5] * 20), 0]
 
 

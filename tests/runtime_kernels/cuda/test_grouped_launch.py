@@ -22,9 +22,9 @@ from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED
 from q2compile.runtime_kernels.ops.table import QuantizerCall
 from tests.support import quantizer_calls as calls
 from tests.support.emulation.on_cpu import assert_same_bits, launches_on_cpu, matrix
+from tests.support.quantizer_calls import SEEDS
 
 EDEN, SR, RTN = "nvfp4_ms_eden_pow2", "nvfp4_sr_pow2", "nvfp4_46_pow2"
-SEEDS = torch.tensor(-1234567890123456789), torch.tensor(42)
 q2 = torch.ops.q2
 Members = list[tuple[Any, tuple]]
 
@@ -145,9 +145,11 @@ ALIKE = {
     "mx": [again_mx("mxfp4_rtn34", *size) for size in SIZES],
     "groups": [grouped(EDEN, *size) for size in SIZES],
 }
-# Schemes of the backward also write dequantized operands, or codes with swizzled scales.
-SUFFIXES = [("", "sm_90a"), (DEQUANTIZED, "sm_90a"), (SWIZZLED, "sm_100a")]
-EQUAL = [(name, *s) for name in ALIKE for s in SUFFIXES[: 1 if "fprop" in name else 3]]
+# Schemes of the backward also write dequantized operands, or codes with swizzled scales: of each
+# rounding and each source, but not each source of each rounding.
+EQUAL = [(name, "", "sm_90a") for name in ALIKE]
+EQUAL += [(name, DEQUANTIZED, "sm_90a") for name in ("requantize", "sr", "mx", "groups")]
+EQUAL += [(name, SWIZZLED, "sm_100a") for name in ("both", "sr", "mx")]
 
 
 def with_suffix(members: Members, suffix: str) -> Members:

@@ -13,6 +13,7 @@ from q2compile.runtime_kernels.ops.table import QuantizerCall
 from q2compile.runtime_kernels.registry import CUDA, REFERENCE, select
 from tests.support import quantizer_calls as calls
 from tests.support.nonfinite import VALUES, assert_same, with_bad
+from tests.support.quantizer_calls import SEEDS
 
 assert runtime_kernels  # importing it registers the ops
 q2 = torch.ops.q2
@@ -20,7 +21,6 @@ pytestmark = pytest.mark.gpu
 each_value = pytest.mark.parametrize("value", VALUES)
 
 EDEN, FORWARD = "nvfp4_ms_eden_pow2", "nvfp4_46_pow2"
-SEEDS = torch.tensor(-1234567890123456789), torch.tensor(42)
 
 
 def agree(call: QuantizerCall) -> None:

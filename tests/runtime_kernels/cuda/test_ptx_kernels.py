@@ -35,12 +35,12 @@ from tests.support import quantizer_calls as calls
 from tests.support.emulation.on_cpu import assert_same_bits, matrix, pretend_device
 from tests.support.emulation.random_bits import close_to_their_random_bits
 from tests.support.planted_faults import FAULTS
+from tests.support.quantizer_calls import SEEDS
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings", exc_type=ImportError)
 
 q2 = torch.ops.q2
 EDEN, EXACT_EDEN, FORWARD = "nvfp4_ms_eden_pow2", "nvfp4_ms_eden", "nvfp4_46_pow2"
-SEEDS = torch.tensor(-1234567890123456789), torch.tensor(42)
 BLACKWELL = "sm_100a"
 
 
@@ -55,10 +55,6 @@ def one_thread_block(monkeypatch) -> None:
 
 def agree(call: QuantizerCall) -> None:
     assert_same_bits(calls.launched(call), call())
-
-
-def amax_of(x: torch.Tensor, scheme: str) -> torch.Tensor | None:
-    return q2.amax(x) if get_scheme(scheme).takes_amax else None
 
 
 @pytest.mark.parametrize(
@@ -96,7 +92,7 @@ def test_columnwise() -> None:
 def test_rowwise(scheme, dtype) -> None:
     """The operands of a forward pass, and rows that do not start on 16 bytes."""
     x = matrix(140, 133, dtype)
-    agree(calls.plain(x, amax_of(x, scheme), SEEDS[0], scheme))
+    agree(calls.with_amax(x, SEEDS[0], scheme))
 
 
 @pytest.mark.parametrize("scheme", ["mxfp4_quest", "mxfp4_quest" + SWIZZLED])
@@ -115,7 +111,7 @@ def test_with_a_trust_mask(scheme) -> None:
 )
 def test_requantize(source, scheme, transform) -> None:
     x = matrix(145, 136)
-    packed = calls.plain(x, amax_of(x, source), None, source)()
+    packed = calls.with_amax(x, None, source)()
     agree(calls.again(*packed, SEEDS[0], source, scheme, transform, 136, 1))
 
 
@@ -159,7 +155,7 @@ def test_batched_launches() -> None:
 )
 def test_dequantize(scheme, dtype, cols) -> None:
     x = matrix(40, cols, torch.float32)
-    packed = calls.plain(x, amax_of(x, scheme), None, scheme)()
+    packed = calls.with_amax(x, None, scheme)()
     args = (*packed, scheme, cols, dtype)
     assert_same_bits((other_ops.dequantize(*args),), (q2.dequantize(*args),))
 

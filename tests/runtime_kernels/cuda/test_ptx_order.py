@@ -23,6 +23,7 @@ from tests.support.fault import Fault
 from tests.support.faults_of_launches import OF_LAUNCHES
 from tests.support.ptx import run_kernel
 from tests.support.ptx.order import UNKNOWN, OrderedLaunch, OrderFault
+from tests.support.quantizer_calls import SEEDS
 
 q2 = torch.ops.q2
 WAIT, TRIGGER = "griddepcontrol.wait;\n", "griddepcontrol.launch_dependents;\n"
@@ -110,8 +111,6 @@ def test_a_launch_behind_one_that_has_not_waited_yet() -> None:
 
 
 # Launches of the package ----------------------------------------------------------------------
-
-SEEDS = torch.tensor(-1234567890123456789), torch.tensor(42)
 
 
 @pytest.fixture

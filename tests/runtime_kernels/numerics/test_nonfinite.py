@@ -89,8 +89,7 @@ def test_requantize() -> None:
     for transform, scheme, source in [*cases, *((*each, "nvfp4_46_pow2") for each in by_scales)]:
         x = matrix(160, 96)
         x[37, 41] = torch.inf
-        amax = q2.amax(x) if get_scheme(source).takes_amax else None
-        packed = calls.plain(x, amax, None, source, 0)()
+        packed = calls.with_amax(x, None, source, 0)()
         nan = spread(~x.isfinite(), source, "none")
         parts = calls.again(*packed, SEED, source, scheme, transform, 96, 1)()
         assert_poison(parts, spread(nan.t(), scheme, transform), scheme)
@@ -147,8 +146,7 @@ def test_nothing_but_nan() -> None:
     """No finite number is left to scale by."""
     for scheme in [scheme for (scheme,) in pairwise(EVERY_FORM)]:
         spec, x = get_scheme(scheme), torch.full((32, 64), torch.nan)
-        amax = q2.amax(x) if spec.takes_amax else None
-        parts = calls.plain(x, amax, SEED if spec.stochastic else None, scheme, 0)()
+        parts = calls.with_amax(x, SEED if spec.stochastic else None, scheme, 0)()
         assert poisoned_elements(*parts, scheme).all()
         if spec.format == "nvfp4":
             assert parts[2] == 1
@@ -184,10 +182,9 @@ def test_split_scales() -> None:
 @pytest.mark.parametrize("scheme", ["nvfp4_46", "nvfp4_46_pow2", "mxfp4_rtn", "nvfp4_46_pow2@bf16"])
 def test_a_row_of_a_product(scheme) -> None:
     """Tokens do not see each other's NaN; a weight's is in its output of every token."""
-    spec = get_scheme(scheme)
 
     def packed(x):
-        return calls.plain(x, q2.amax(x) if spec.takes_amax else None, None, scheme, 0)()
+        return calls.with_amax(x, None, scheme, 0)()
 
     x, w = matrix(48, 96), matrix(32, 96)
     bad, w_bad = x.clone(), w.clone()

@@ -9,7 +9,6 @@ kernel is.
 
 import ctypes
 import functools
-import hashlib
 import os
 import shutil
 import struct
@@ -24,6 +23,7 @@ import torch
 from q2compile.runtime_kernels.cuda import calls
 from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, params_bytes
+from tests.support.kept import kept
 
 HERE = Path(__file__).parent
 # Without _FORTIFY_SOURCE, whose longjmp refuses to change to another stack.
@@ -80,21 +80,39 @@ def serve(
 
 
 @functools.cache
+def _threads() -> None:
+    """Loads threads.cpp, whose functions all other libraries find."""
+
+    def make(path: Path) -> None:
+        subprocess.run([*_COMPILER, "-shared", "threads.cpp", "-o", path], cwd=HERE, check=True)
+
+    path = kept(".so", (_compiler(), _sources(HERE, "cuda.h"), _sources(HERE, "*.cpp")), make)
+    ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+
+
+@functools.cache
 def _folder() -> Path:
-    """The folder of the libraries that all processes of this run build. In a folder of this process
-    are cuda.h, precompiled, and threads.cpp, whose functions all other libraries find."""
-    folder = Path(os.environ["TESTS_COMPILED"]) / "emulation"
-    own = folder / str(os.getpid())
-    own.mkdir(parents=True)
-    for file in ("cuda.h", "threads.cpp"):
-        shutil.copy(HERE / file, own)
-    for made in (
-        ("-x", "c++-header", "cuda.h", "-o", "cuda.h.gch"),
-        ("-shared", "threads.cpp", "-o", "threads.so"),
-    ):
-        subprocess.run([*_COMPILER, *made], cwd=own, check=True)
-    ctypes.CDLL(str(own / "threads.so"), mode=ctypes.RTLD_GLOBAL)
-    return own
+    """A folder of this process with cuda.h, precompiled."""
+    folder = Path(os.environ["TESTS_COMPILED"]) / "emulation" / str(os.getpid())
+    folder.mkdir(parents=True)
+    shutil.copy(HERE / "cuda.h", folder)
+    header = ("-x", "c++-header", "cuda.h", "-o", "cuda.h.gch")
+    subprocess.run([*_COMPILER, *header], cwd=folder, check=True)
+    return folder
+
+
+@functools.cache
+def _compiler() -> tuple[str, ...]:
+    """The command, and the version of what it runs."""
+    command = [_COMPILER[0], "--version"]
+    made = subprocess.run(command, check=True, capture_output=True, text=True)
+    return *_COMPILER, made.stdout
+
+
+@functools.cache
+def _sources(folder: Path, pattern: str) -> dict[str, str]:
+    """Texts by name. They do not change while tests run."""
+    return {path.name: path.read_text() for path in sorted(folder.glob(pattern))}
 
 
 @functools.cache
@@ -113,21 +131,19 @@ def library(
     defines: tuple[tuple[str, int], ...],
     headers: tuple[tuple[str, str], ...] = (),
 ) -> ctypes.CDLL:
-    """Compiles C++ that may include the .cuh files of runtime_kernels/cuda, for the CPU; for all
-    processes of a run once. The .cuh files do not change while tests run."""
-    key = hashlib.sha256(repr((source, defines, headers)).encode()).hexdigest()
-    built = _folder().parent / f"{key}.so"
-    if built.exists():
-        return ctypes.CDLL(str(built))
-    folder = _folder() / key
-    folder.mkdir()
-    for file in (*nvrtc.HEADERS.glob("*.cuh"), HERE / "ptx.cuh"):
-        (folder / file.name).write_bytes(file.read_bytes())
-    for name, text in headers:
-        (folder / name).write_text(text)
-    (folder / "main.cpp").write_text(f'#include "../cuda.h"\n{source}')
-    options = [f"-D{name}={value}" for name, value in defines]
-    command = [*_COMPILER, "-shared", *options, "main.cpp", "-o", "kernel.so"]
-    subprocess.run(command, cwd=folder, check=True)
-    (folder / "kernel.so").replace(built)
-    return ctypes.CDLL(str(built))
+    """Compiles C++ that may include the .cuh files of runtime_kernels/cuda, for the CPU."""
+    files = {**_sources(nvrtc.HEADERS, "*.cuh"), **_sources(HERE, "ptx.cuh"), **dict(headers)}
+
+    def make(path: Path) -> None:
+        folder = _folder() / path.stem
+        folder.mkdir()
+        for name, text in files.items():
+            (folder / name).write_text(text)
+        (folder / "main.cpp").write_text(f'#include "../cuda.h"\n{source}')
+        options = [f"-D{name}={value}" for name, value in defines]
+        command = [*_COMPILER, "-shared", *options, "main.cpp", "-o", path]
+        subprocess.run(command, cwd=folder, check=True)
+
+    _threads()
+    made_of = (_compiler(), _sources(HERE, "cuda.h"), files, source, defines)
+    return ctypes.CDLL(str(kept(".so", made_of, make)))

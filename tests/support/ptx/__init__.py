@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib.metadata
 import itertools
 import re
 import struct
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from q2compile.runtime_kernels.cuda import calls
 from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, params_bytes
 from tests.support import emulation
+from tests.support.kept import kept
 from tests.support.ptx.machine import Machine
 from tests.support.ptx.memory import POISON, Global
 from tests.support.ptx.order import UNKNOWN, OrderedLaunch
@@ -150,8 +153,24 @@ def small_kernel(body: str) -> Kernel:
 
 def text(variant: nvrtc.KernelVariant, architecture: str) -> str:
     """The PTX on the way to an architecture's machine code: the same options and defines."""
-    code, _ = nvrtc.compile_variant(variant, architecture.replace("sm_", "compute_"))
-    return code.rstrip(b"\0").decode()
+    virtual = architecture.replace("sm_", "compute_")
+    source = (nvrtc.SOURCES / variant.file).read_text()
+    headers = {**nvrtc.common_headers(), **dict(variant.headers)}
+
+    def make(path: Path) -> None:
+        code, _ = nvrtc.compile_variant(variant, virtual)
+        path.write_bytes(code.rstrip(b"\0"))
+
+    options = nvrtc.compiler_options(variant, virtual)
+    return kept(".ptx", (_compilers(), source, headers, options), make).read_text()
+
+
+@functools.cache
+def _compilers() -> list[str]:
+    """NVRTC's version: of PyPI's packages, of which CUDA's releases have their own."""
+    packages = importlib.metadata.distributions()
+    found = (f"{each.name} {each.version}" for each in packages if "nvrtc" in each.name)
+    return [str(nvrtc.version()), *sorted(found)]
 
 
 def extent(x: torch.Tensor) -> tuple[int, int]:

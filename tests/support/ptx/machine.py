@@ -68,7 +68,9 @@ class Machine:
         self._registers = self._new_registers()
         self._constants: dict[tuple[str, np.dtype], np.ndarray] = {}
         constants = self._place_variables(dynamic)
-        self.shared, self._order = Shared(len(blocks), threads, self._shared_end), memory.order
+        unit = self._least_shared_access()
+        self.shared = Shared(len(blocks), threads, self._shared_end, unit)
+        self._order = memory.order
         self.spaces = {
             "global": memory,
             "param": Constant(parameters),
@@ -96,11 +98,14 @@ class Machine:
         self._order.end()
 
     def _step(self, at: np.ndarray, alive: np.ndarray) -> None:
-        for number in np.unique(at[alive]):
+        left = at[alive]
+        while left.size:
+            number = left.min()
             piece, here = self._pieces[number], at == number
             if piece.waits is not None:
                 here = piece.waits(here, alive)
             if not here.any():
+                left = left[left > number]
                 continue
             mask = None if here.all() else here
             for run in piece.runs:
@@ -145,6 +150,16 @@ class Machine:
                 end += variable.size or dynamic
         self._shared_end = end
         return constants
+
+    def _least_shared_access(self) -> int:
+        """Bytes of the kernel's smallest access to shared memory."""
+        sizes = [16]  # of asynchronous copies, and of the rows of matrices
+        for instruction in self.kernel.instructions:
+            _, *parts = instruction.name.split(".")
+            if parts[:1] == ["shared"]:
+                count = int(parts[1][1:]) if parts[1] in ("v2", "v4") else 1
+                sizes.append(count * TYPES[parts[-1]].itemsize)
+        return min(sizes)
 
     def source(self, text: str, kind: str) -> Callable[[], np.ndarray]:
         """Reads an operand as a type: a register's lower bits, or a constant."""

@@ -80,19 +80,23 @@ class Constant:
 
 
 class Shared:
-    """Shared memory of several thread blocks of `threads` each, `size` bytes a block."""
+    """Shared memory of several thread blocks of `threads` each, `size` bytes a block.
 
-    def __init__(self, blocks: int, threads: int, size: int) -> None:
-        self._size, self._threads = -(-size // 16) * 16, threads
+    unit: accesses are of whole units, so that what is recorded of a unit's bytes is the same.
+    """
+
+    def __init__(self, blocks: int, threads: int, size: int, unit: int) -> None:
+        self._size, self._threads, self._unit = -(-size // 16) * 16, threads, unit
         total = blocks * self._size
         self._bytes = np.full(total, POISON, np.uint8)
         self.barriers = np.zeros(blocks * threads, np.int32)  # that each lane has passed
         self.warp_barriers = np.zeros(blocks * threads, np.int32)
-        # The last writer and reader of each byte: lane, and its barrier counts at that time. Reader
+        # The last writer and reader of each unit: lane, and its barrier counts at that time. Reader
         # -2 stands for several lanes of a warp, -3 for several warps.
-        self._writer = np.full((3, total), -1, np.int32)
-        self._reader = np.full((3, total), -1, np.int32)
-        self._reading_warp = np.full(total, -1, np.int32)
+        units = total // unit
+        self._writer = np.full((3, units), -1, np.int32)
+        self._reader = np.full((3, units), -1, np.int32)
+        self._reading_warp = np.full(units, -1, np.int32)
 
     def _place(self, lanes: np.ndarray, address: np.ndarray, size: int) -> np.ndarray:
         _check_alignment(address, size)
@@ -115,8 +119,9 @@ class Shared:
         )
 
     def _touched(self, lanes: np.ndarray, place: np.ndarray, size: int) -> tuple:
-        """Lanes and places of the bytes of an access."""
-        return np.repeat(lanes, size), (place[:, None] + np.arange(size)).ravel()
+        """Lanes and places of the units of an access."""
+        count = size // self._unit
+        return np.repeat(lanes, count), (place[:, None] // self._unit + np.arange(count)).ravel()
 
     def _unordered(self, noted: np.ndarray, lane: np.ndarray, at: np.ndarray) -> np.ndarray:
         """Whether no barrier separates an earlier access, by another lane, from this one."""
@@ -157,7 +162,8 @@ class Shared:
 
     def _race(self, what: str, lane, at, racing, other) -> str:
         first = np.flatnonzero(racing)[0]
-        byte, thread = int(at[first] % self._size), int(lane[first] % self._threads)
+        byte = int(at[first] * self._unit % self._size)
+        thread = int(lane[first] % self._threads)
         by = int(other[first])
         whom = f"thread {by % self._threads}" if by >= 0 else "several threads"
         return f"race: byte {byte} of shared memory {what} thread {thread}, no barrier after {whom}"
