@@ -14,7 +14,7 @@ from tests.support.page_dumps import dump_of_net
 
 @pytest.fixture(scope="session")
 def dumped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dump with its page, report.html."""
+    """Write a dump with its page, report.html."""
     torch._dynamo.reset()
     folder = dump_of_net(tmp_path_factory.mktemp("graphs"))
     assert cli.main(["report", str(folder)]) == 0

@@ -20,13 +20,7 @@ from q2compile.tools.page.read_dump import read_dump
 from q2compile.tools.page.times import beside_bf16
 from q2compile.tools.time_words import seconds_text, time_words
 from tests.support.page_data import data_of
-from tests.support.page_dumps import SCRIPT, dump_of_net, with_more_layers
-
-
-@pytest.fixture(scope="module")
-def dumped(tmp_path_factory):
-    torch._dynamo.reset()
-    return dump_of_net(tmp_path_factory.mktemp("graphs"))
+from tests.support.page_dumps import SCRIPT, with_more_layers
 
 
 @pytest.fixture(scope="module")
