@@ -102,12 +102,11 @@ def test_a_recipe_in_a_branch(recipe):
         assert torch.equal(got[key.replace("0.", "first.").replace("1.", "right.")], value), key
 
 
-@pytest.mark.parametrize("inner", ["eager", "inductor"])
-def test_passes_run_over_inner_graphs(inner, tmp_path, fresh_compiler):
+def test_passes_run_over_inner_graphs(tmp_path, fresh_compiler):
     """No seed is left for a kernel to draw, in the branches either; and the dump shows the branches
     as they came and as they left."""
     model, x = Branches(), torch.randn(80, WIDTH, requires_grad=True)
-    gradients(model, x, "quartet2", options={"inner": inner, "dump": str(tmp_path)})
+    gradients(model, x, "quartet2", options={"dump": str(tmp_path)})
     before = (tmp_path / "graph_0" / "3_backward.txt").read_text()
     after = (tmp_path / "graph_0" / "4_after_passes_backward.txt").read_text()
     assert before.count("q2.seed(") == 6  # dgrad's and wgrad's, of three linears

@@ -35,7 +35,6 @@ from tests.support.warned import texts
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 EAGER = {"inner": "eager"}
-ROOT = Path(__file__).resolve().parents[2]
 
 
 class Net(nn.Module):

@@ -37,10 +37,13 @@ class Net(nn.Module):
         return checkpoint(self.body, x, use_reentrant=False) if self.checkpointed else self.body(x)
 
 
-def trained(steps: int = STEPS, model: nn.Module | None = None, **options) -> list[torch.Tensor]:
+def trained(
+    steps: int = STEPS, model: nn.Module | None = None, inner: str = "eager", **options
+) -> list[torch.Tensor]:
     """Gradients of every step, in a process whose generator begins at 0."""
     torch.manual_seed(0)
     model = model or Net()
+    options["inner"] = inner
     compiled = torch.compile(model, backend="quartet2", options=options)
     torch.manual_seed(1)
     return steps_of(compiled, model, steps)
@@ -72,7 +75,7 @@ def test_dropout_draws_what_it_draws_in_a_bf16_run():
     states = {}
     for name, options in {"seed": {"seed": 7}, "none": {}, "bf16": {"recipe": "bf16"}}.items():
         torch._dynamo.reset()
-        trained(model=Net(dropout=0.5), inner="eager", **options)
+        trained(model=Net(dropout=0.5), **options)
         states[name] = torch.get_rng_state()
     assert torch.equal(states["seed"], states["bf16"])
     assert not torch.equal(states["none"], states["bf16"])
@@ -93,9 +96,9 @@ def test_a_seed_gives_the_same_bits_again_and_another_gives_others(recipe):
     assert not torch.equal(first[0], first[size]), "each step draws new bits"
 
 
-@pytest.mark.parametrize("how", [{}, {"disable_passes": ["merge_seeds"], "inner": "eager"}])
+@pytest.mark.parametrize("how", [{"inner": "inductor"}, {"disable_passes": ["merge_seeds"]}])
 def test_bits_do_not_depend_on_how_a_graph_is_compiled(how):
-    one = trained(seed=7, inner="eager")
+    one = trained(seed=7)
     torch._dynamo.reset()
     COUNTERS.clear()
     for a, b in zip(one, trained(seed=7, **how), strict=True):
@@ -103,7 +106,7 @@ def test_bits_do_not_depend_on_how_a_graph_is_compiled(how):
 
 
 def test_a_resumed_run_goes_on_with_the_bits_that_would_have_come():
-    through = trained(4, seed=7)
+    through = trained(4, seed=7, inner="inductor")
     torch._dynamo.reset()
     COUNTERS.clear()
     torch.manual_seed(0)
@@ -141,11 +144,11 @@ def test_checkpointed_layers(recipe):
 
 
 def test_explain_and_compare_draw_nothing():
-    model = Net()
+    model, options = Net(), {"seed": 7, "inner": "eager"}
     x = torch.randn(128, 64)
-    torch.compile(model, backend="quartet2", options={"seed": 7})(x).sum().backward()
+    torch.compile(model, backend="quartet2", options=options)(x).sum().backward()
     before = q2compile.get_rng_state()
-    q2compile.explain(model, x, options={"seed": 7})
+    q2compile.explain(model, x, options=options)
     assert q2compile.get_rng_state() == before
 
 
@@ -195,7 +198,7 @@ def test_a_state_comes_back_as_it_was():
 def test_a_state_that_was_set_in_inference_mode_is_counted_on_in_training():
     with torch.inference_mode():
         q2compile.set_rng_state({"cpu": {7: 5}})
-    trained(1, seed=7, inner="eager")
+    trained(1, seed=7)
     assert q2compile.get_rng_state() == {"cpu": {7: 8}}  # two wgrads and one dgrad
 
 

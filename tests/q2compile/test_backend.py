@@ -2,21 +2,19 @@
 """The backend end to end. Most tests run the graphs with inner="eager"; those about Inductor and
 its caches compile."""
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from q2compile import explain
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 EAGER = {"inner": "eager"}
-ROOT = Path(__file__).resolve().parents[2]
 
 
 class Attention(nn.Module):
@@ -86,33 +84,9 @@ def test_inductor_and_eager_agree():
         assert (a - b).norm() / b.norm() < 5e-2
 
 
-def test_same_seed_same_bits_other_step_other_random_bits():
-    model, x = model_and_input()
-    y0, first = step(model, x, seed=1, **EAGER)
-    y1, again = step(model, x, seed=1, **EAGER)
-    y2, other = step(model, x, seed=2, **EAGER)
-    assert torch.equal(y0, y1) and torch.equal(y0, y2)  # the forward is deterministic
-    for a, b in zip(first, again, strict=True):
-        assert torch.equal(a, b)
-    assert sum(not torch.equal(a, c) for a, c in zip(first, other, strict=True)) >= 7
-
-
-def test_bf16_is_bit_identical_to_plain_inductor():
-    torch.manual_seed(0)
-    model, x = nn.Sequential(nn.RMSNorm(64), Attention()), torch.randn(2, 33, 64)
-    y, grads = step(model, x, recipe="bf16")
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model.zero_grad()
-    own = torch.compile(model)(x)
-    own.square().mean().backward()
-    assert torch.equal(y, own)
-    for grad, parameter in zip(grads, model.parameters(), strict=True):
-        assert torch.equal(grad, parameter.grad)
-
-
 def test_graphs_of_a_block(tmp_path):
-    """Trap: q, k, v and gate, up share one quantization of x, by AOTAutograd's CSE; count it.
+    """Trap: q, k, v and gate, up share one quantization of x, by AOTAutograd's CSE; count it. One
+    seed gives the same bits again, and another one other gradients.
 
     Seven linears have 14 operands in fprop; x of q/k/v and of gate/up are each one: 14 - 2 - 1 =
     11. Backward: 7 dgrad + 7 wgrad GEMMs, each with one rotated dy and one requantized operand, and
@@ -123,6 +97,11 @@ def test_graphs_of_a_block(tmp_path):
     """
     model, x = model_and_input()
     y, grads = step(model, x, **EAGER, dump=str(tmp_path))
+    for seed in (0, 1):
+        again, others = step(model, x, seed=seed, **EAGER, dump=str(tmp_path))
+        assert torch.equal(y, again)  # the forward is deterministic
+        other = sum(not torch.equal(a, b) for a, b in zip(grads, others, strict=True))
+        assert other == 0 if seed == 0 else other >= 7
     graphs = Graphs(tmp_path)
     assert graphs.ops("1_rewritten") == {"q2.linear": 7}
     assert graphs.ops("2_forward") == {"q2.quantize": 11, "q2.gemm": 7}
@@ -198,40 +177,6 @@ def test_saved_for_backward_is_packed(tmp_path):
         assert f"{operand}," not in returned and f"{operand})" not in returned
 
 
-def test_checkpointing_gives_the_same_bits_as_without():
-    """Trap 9: checkpointing runs the forward twice. The forward is deterministic, so both runs must
-    agree."""
-
-    class Checkpointed(nn.Module):
-        def __init__(self, block):
-            super().__init__()
-            self.block = block
-
-        def forward(self, x):
-            return checkpoint(self.block, x, use_reentrant=False)
-
-    model, x = model_and_input()
-    x.requires_grad_()
-    y, grads = step(model, x, **EAGER)
-    y_checkpointed, grads_checkpointed = step(Checkpointed(model), x, **EAGER)
-    assert torch.equal(y, y_checkpointed)
-    for a, b in zip(grads, grads_checkpointed, strict=True):
-        assert torch.equal(a, b)
-
-
-def test_changing_batches_do_not_recompile():
-    """No guard on divisibility: once the batch dimension is dynamic, one graph serves every T."""
-    model, _ = model_and_input()
-    compiled = torch.compile(model, backend="quartet2", options=EAGER, dynamic=True)
-    compiled(torch.randn(2, 33, 64)).sum().backward()
-    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    for batch, tokens in ((2, 7), (3, 128), (5, 130), (4, 17)):
-        y = compiled(torch.randn(batch, tokens, 64))
-        y.sum().backward()
-        assert y.shape == (batch, tokens, 64) and y.isfinite().all()
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
-
-
 @pytest.mark.parametrize(
     "options",
     [{"recipe": recipe, **EAGER} for recipe in ("nvfp4", "mxfp4_2d", "quartet")]
@@ -249,22 +194,6 @@ def test_a_dynamic_length_with_bounds_has_one_graph(options):
         torch._dynamo.mark_dynamic(x, 0, min=4, max=512)
         compiled(x).sum().backward()
     assert counts["unique_graphs"] == before + 1
-
-
-def test_equal_options_share_compiled_code():
-    """Trap: torch.compile pops keys off the options dict it is given; options are compared as
-    data.
-    """
-    model = nn.Sequential(OrderedDict(up=nn.Linear(64, 128), down=nn.Linear(128, 64)))
-    x = torch.randn(33, 64)
-    options = {**EAGER, "policy": {"*down": {"dgrad": "bf16"}}}
-    torch.compile(model, backend="quartet2", options=options)(x)
-    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    again = {"inner": "eager", "policy": {"*down": {"dgrad": "bf16"}}}
-    torch.compile(model, backend="quartet2", options=again)(x)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
-    torch.compile(model, backend="quartet2", options={**again, "recipe": "nvfp4"})(x)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > before
 
 
 def test_autocast_and_fp32_masters(tmp_path):
@@ -312,21 +241,6 @@ def test_inductors_dropped_round_trips_and_the_switch_that_keeps_them():
     # 1-3% of the codes move to a neighbor, at most a third of their value away:
     # sqrt(0.03) / 3 = 0.06 of the norm.
     assert (dropped - eager).norm() / eager.norm() < 0.06
-
-
-def test_bad_input_through_the_whole_model():
-    """NaN comes out as NaN, in tokens that attend to it and in every weight's gradient; an empty
-    batch works."""
-    model, x = model_and_input()
-    x[0, 3, 5] = float("nan")
-    y, grads = step(model, x, **EAGER)
-    assert y[0, 3:].isnan().all() and y[1].isfinite().all()  # attention weighs later ones with 0
-    assert all(grad.isnan().any() for grad in grads)
-    linear = nn.Linear(32, 48)
-    compiled = torch.compile(linear, backend="quartet2", options=EAGER)
-    empty = compiled(torch.randn(0, 32))
-    empty.sum().backward()
-    assert empty.shape == (0, 48) and linear.weight.grad.abs().max() == 0
 
 
 def test_both_ways_of_registering_clash():

@@ -14,7 +14,7 @@ from q2compile import Config
 from q2compile.config import CONFIG_FILE_VARIABLE, CallArguments, resolved_policy
 from q2compile.torch_internals.dynamo import own_compile_call
 
-pytestmark = pytest.mark.usefixtures("fresh_compiler")
+pytestmark = pytest.mark.usefixtures("fresh_compiler", "only_rewritten")
 
 EAGER = {"inner": "eager"}
 

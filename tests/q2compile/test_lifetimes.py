@@ -72,19 +72,17 @@ CASES = {
     "eager": EAGER,
     "inductor": {},
     "cache_weights": {**EAGER, "cache_weights": True},
-    "cache_weights and inductor": {"cache_weights": True},
     "dump": {**EAGER, "dump": "graphs"},
-    "dump and inductor": {"dump": "graphs"},
     "on_error": {**EAGER, "on_error": "bf16", "keep_packed": True, "recompute_weights": True},
     "quartet": {**EAGER, "recipe": "quartet", "strict": True},  # which saves masks
     "auto": {**EAGER, "policy": {"*": "auto"}},
     "telemetry": {**EAGER, "telemetry": {"every": 1}},
-    "telemetry and inductor": {"telemetry": {"every": 1}},
+    "all and inductor": {"cache_weights": True, "dump": "graphs", "telemetry": {"every": 1}},
 }
 
 
 # Options that change what an inference graph does.
-IN_INFERENCE = ["eager", "inductor", "cache_weights", "cache_weights and inductor", "telemetry"]
+IN_INFERENCE = ["eager", "inductor", "cache_weights", "telemetry", "all and inductor"]
 
 
 @pytest.mark.parametrize(

@@ -79,16 +79,14 @@ def build(
     checkpointed: bool = False,
     whole: bool = False,
     root_only: bool = False,
-    roots: bool = False,
     compiled: bool = True,
     far_apart: bool = False,
     sharded: bool = True,
     **kwargs: Any,
 ) -> Any:
     """A model under fully_shard, and the function to call. Blocks are compiled one by one, or
-    (whole) all at once. gated: whether they have three linears. roots: only blocks are sharded, not
-    the model. far_apart: the last ranks' rows are so small that their scales underflow under the
-    common global scale."""
+    (whole) all at once. gated: whether they have three linears. far_apart: the last ranks' rows
+    are so small that their scales underflow under the common global scale."""
     model: Any = new_model(inner).to(masters)
     if not gated:
         model.layers = nn.ModuleList(map(Pair, model.layers))
@@ -107,7 +105,7 @@ def build(
             layer.compile(backend="quartet2", options=options)
         if sharded and not root_only:
             fully_shard(layer, **kwargs)
-    if sharded and not roots:
+    if sharded:
         fully_shard(model, **kwargs)
     return model, torch.compile(model, backend="quartet2", options=options) if whole else model
 
@@ -381,7 +379,6 @@ SCENARIOS: dict[str, Callable[[Attach], Run]] = {
     ),
     "whole_blocks": simple(4, whole=True),
     "offloaded": simple(4, offload_policy=CPUOffloadPolicy(pin_memory=False)),
-    "roots": simple(roots=True, policy=None),
     "not_compiled": simple(4, compiled=False),
     "uneven": accumulated(**UNEVEN),
     "uneven_checkpointed": accumulated(**UNEVEN, checkpointed=True),
@@ -399,7 +396,6 @@ SCENARIOS: dict[str, Callable[[Attach], Run]] = {
     "changed": changed,
     "killed": killed,
     "resumed": resumed,
-    "experts": experts("quartet2"),
     "experts_rows": experts("quartet", dim=1),
     "in_graph": in_graph,
     "in_graph_experts": in_graph_experts,
@@ -407,7 +403,6 @@ SCENARIOS: dict[str, Callable[[Attach], Run]] = {
 ON_FOUR: dict[str, Callable[[Attach], Run]] = {
     "hsdp": simple(4, mesh=(2, 2)),
     "to_two": simple(1, reshard_after_forward=2),
-    "uneven_four": simple(inner=90),
     "two_dimensional": two_dimensional,
     "expert_parallel": experts("nvfp4", parallel=True),
 }

@@ -36,7 +36,7 @@ def fsdp(options: dict[str, Any]) -> Result:
 
 
 def tensor(options: dict[str, Any]) -> Result:
-    model = tensor_parallel(dist.init_device_mesh("cpu", (2,)))
+    model = tensor_parallel(dist.init_device_mesh("cpu", (2,)), layers=1)
     call = torch.compile(model, backend="quartet2", options={**EAGER, **options})
     return train(model, call)
 

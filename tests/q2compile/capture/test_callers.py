@@ -13,7 +13,7 @@ from torch import nn
 from q2compile import explain
 from q2compile.report.report import RunReport, collector
 
-pytestmark = pytest.mark.usefixtures("fresh_compiler")
+pytestmark = pytest.mark.usefixtures("fresh_compiler", "only_rewritten")
 
 EAGER = {"inner": "eager"}
 

@@ -86,7 +86,9 @@ KINDS = [OldNames, Prefixed, Falsy, Raising, Iterating]
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("cached", [False, True])
-def test_names_are_found_without_the_models_own_code(kind, cached):
+def test_names_are_found_without_the_models_own_code(kind, cached, request):
+    if not cached:
+        request.getfixturevalue("only_rewritten")
     options = {**EAGER, "strict": True, "policy": {"up": "bf16"}, "cache_weights": cached}
     model = kind()
     compiled = torch.compile(model, backend="quartet2", options=options)
@@ -100,6 +102,7 @@ def test_names_are_found_without_the_models_own_code(kind, cached):
     assert model.down.weight.grad is not None
 
 
+@pytest.mark.usefixtures("only_rewritten")
 def test_a_model_without_a_hash():
     report = explain(nn.Sequential(Net()), torch.randn(4, 32), options=EAGER)
     assert [row.module for row in report.rows] == ["0.up", "0.down"]
@@ -132,6 +135,7 @@ def test_the_tree_is_torchs():
     assert len(list(named_modules(model, twice=True))) < 40
 
 
+@pytest.mark.usefixtures("only_rewritten")
 def test_names_that_can_not_be_found_leave_those_of_the_frame(monkeypatch, caplog):
     """Only a policy needs the names. It is then not applied by names that mean something else."""
 
@@ -164,6 +168,7 @@ class Stored(nn.Linear):
         return self.stored
 
 
+@pytest.mark.usefixtures("only_rewritten")
 def test_strict_takes_a_linear_whose_weight_is_a_property():
     model = nn.Sequential(Stored(32, 32), nn.ReLU(), nn.Linear(32, 32))
     compiled = torch.compile(model, backend="quartet2", options={**EAGER, "strict": True})
@@ -223,6 +228,7 @@ class Two(nn.Module):
         return self.b(self.a(x))
 
 
+@pytest.mark.usefixtures("only_rewritten")
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_options_of_one_block_are_kept(wrapped):
     """One alone is compiled; or each has its own; or equal ones of equal meaning, which are not."""

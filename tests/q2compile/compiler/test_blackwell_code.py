@@ -70,7 +70,10 @@ def test_a_bias_adds_no_kernel(recipe, capability) -> None:
 
 @pytest.mark.parametrize(
     "recipe, capability",
-    [*product(["quartet2", "quartet"], CAPABILITIES), ("tetrajet2", 100), ("mxfp4", 120)],
+    [
+        *product(["quartet2"], CAPABILITIES),
+        *(("quartet", 100), ("quartet", 120), ("tetrajet2", 100), ("mxfp4", 120)),
+    ],
 )
 def test_gemms_get_codes_with_swizzled_scales_and_write_bf16(recipe, capability) -> None:
     """The GEMMs apply alpha, and no separate kernel pads, cuts, dequantizes or swizzles."""
@@ -88,7 +91,7 @@ def test_gemms_get_codes_with_swizzled_scales_and_write_bf16(recipe, capability)
         }
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("capability", [100, 120])
 def test_quest_is_undone_by_the_gemm(capability) -> None:
     forward, backward = sources("quartet", False, capability)
     assert calls(forward)["q2.gemm"] == 1
@@ -120,7 +123,7 @@ def code_of_experts(recipe: str, capability: int) -> str:
 @pytest.mark.parametrize(
     "recipe, capability",
     [
-        *product(["quartet2"], [*CAPABILITIES, 110, 90]),
+        *product(["quartet2"], [100, 120, 110, 90]),
         *(("nvfp4", 100), ("nvfp4", 90), ("quartet", 120), ("quartet", 90)),
     ],
 )
@@ -143,10 +146,9 @@ def test_grouped_gemms_get_codes_where_there_are_fp4_tensor_cores(recipe, capabi
     assert code.count("torch.ops.q2.padded_ends.default(") == graphs
 
 
-@pytest.mark.parametrize("capability", [101, 130])
-def test_a_gpu_that_nobody_knows_has_operands_dequantized(capability) -> None:
+def test_a_gpu_that_nobody_knows_has_operands_dequantized() -> None:
     """GEMMs are those of bf16; quantizers are kernels, or Inductor kernels."""
-    forward, backward = sources("quartet2", False, capability)
+    forward, backward = sources("quartet2", False, 130)
     assert all(not s.endswith("@32x4x4") for s in re.findall(r"'(\S+)'", forward + backward))
     for _, a_scheme, b_scheme, _ in _GEMM.findall(backward):
         assert a_scheme.endswith("@bf16") and b_scheme.endswith("@bf16")

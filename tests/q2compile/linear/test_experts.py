@@ -208,6 +208,7 @@ def test_inductor_gives_what_eager_gives(layer: Any) -> None:
         assert cosine(ours, reference) > 0.999
 
 
+@pytest.mark.usefixtures("only_rewritten")
 @pytest.mark.parametrize("layer", SPELLINGS)
 def test_each_spelling_computes_the_same(layer: Any) -> None:
     """With the GEMMs left in high precision only the rewrite itself is under test."""
@@ -307,6 +308,7 @@ class Nested(nn.Module):
         return self.head(self.layers[0].experts(x, ids))
 
 
+@pytest.mark.usefixtures("only_rewritten")
 def test_experts_are_taken_as_any_linear_and_named_as_any() -> None:
     x, ids = tokens(equal_groups)
     report = explain(Nested(), x, ids, options={"inner": "eager", "strict": True})
@@ -319,6 +321,7 @@ def test_experts_are_taken_as_any_linear_and_named_as_any() -> None:
     assert report.rows[1].why == "policy: '*down' says bf16"
 
 
+@pytest.mark.usefixtures("only_rewritten")
 def test_experts_whose_rows_cut_a_square_block_stay_in_bf16() -> None:
     x, ids = tokens(equal_groups)
     options = {"inner": "eager", "recipe": "mxfp4_2d"}
@@ -355,6 +358,7 @@ class Routed(nn.Module):
         return total
 
 
+@pytest.mark.usefixtures("only_rewritten")
 def test_a_router_stays_in_its_own_precision() -> None:
     x, eager = tokens(equal_groups)[0], {"inner": "eager", "strict": True}
     rows = explain(Routed(), x, options=eager).rows
@@ -368,6 +372,7 @@ def test_a_router_stays_in_its_own_precision() -> None:
     assert all(row.taken for row in explain(Routed(), x, options=asked).rows)
 
 
+@pytest.mark.usefixtures("only_rewritten")
 def test_a_router_of_few_experts_is_no_more_wanted_than_one_of_many() -> None:
     """A policy that names it wants what can't be."""
 
@@ -436,6 +441,7 @@ LEFT = {
 }
 
 
+@pytest.mark.usefixtures("only_rewritten")
 @pytest.mark.parametrize("why", LEFT)
 def test_what_is_left_has_its_reason(why: str) -> None:
     class Left(nn.Module):

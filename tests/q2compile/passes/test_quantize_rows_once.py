@@ -177,7 +177,7 @@ def test_bits_of_inductors_code() -> None:
     assert all(map(equal, ours, plain))
 
 
-DYNAMIC = [hugging_face, in_two_dimensions, sentinels, sentinels_by_where]
+DYNAMIC = [in_two_dimensions, sentinels_by_where]
 
 
 @pytest.mark.parametrize("gather", DYNAMIC, ids=lambda g: g.__name__)
@@ -237,10 +237,6 @@ def test_what_is_left() -> None:
         before = str(b.graph)
         assert quantize_rows_once_pass(b.graph) == 0 and str(b.graph) == before
         assert pop_notes(b.graph) == note
-
-
-def not_of_rows(h: Tensor, order: Tensor, ids: Tensor) -> Tensor:
-    return h[:, order % K][order // TOP][:, :K]
 
 
 def scaled(h: Tensor, order: Tensor, ids: Tensor) -> Tensor:

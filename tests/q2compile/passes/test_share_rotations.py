@@ -301,22 +301,3 @@ def test_nvfp4_saves_x_once(tmp_path):
     assert saved[1] - saved[0] == 2 * (64 * 64 * 4.5 / 8 + 4)
     for one, other in zip(*grads, strict=True):
         assert torch.cosine_similarity(one, other, 0) > 0.95
-
-
-@pytest.mark.parametrize("recipe", ["quartet2", "quartet", "tetrajet2", "mxfp4"])
-def test_a_compiled_model_rotates_x_once(recipe, tmp_path):
-    """Four wgrads, two inputs. mxfp4 takes x in high precision; the same holds."""
-    torch._dynamo.reset()
-    options = {"recipe": recipe, "inner": "eager", "dump": str(tmp_path)}
-    model, x = Heads(), torch.randn(80, 64)
-    torch.compile(model, backend="quartet2", options=options)(x).sum().backward()
-    folder = sorted(p for p in tmp_path.glob("graph_*"))[-1]
-    before = (folder / "3_backward.txt").read_text()
-    after = (folder / "4_after_passes_backward.txt").read_text()
-    op = "quantize" if recipe == "mxfp4" else "requantize"
-    weights = 3  # the dgrads of q, k and v: each quantizes its own w
-    # 7 gradients, by that op as well; then 3 pairs, and inner's, which has no dgrad.
-    apart, paired = (7, 3 + 1) if recipe == "mxfp4" else (0, 0)
-    assert before.count(f"q2.{op}(") == 4 + weights + apart
-    assert after.count(f"q2.{op}(") == 2 + weights + paired
-    assert after.count("rowwise=True, columnwise=True") == 3

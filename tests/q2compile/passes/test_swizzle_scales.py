@@ -29,7 +29,6 @@ from tests.support import quantizer_calls as calls
 from tests.support.graph_builder import EDEN, SOURCE, Builder, q2, run, traced
 from tests.support.serving import serve_by
 
-SR = "nvfp4_sr_pow2"
 AT = "@32x4x4"
 
 

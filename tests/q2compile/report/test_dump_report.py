@@ -278,7 +278,7 @@ def test_an_empty_report_prints():
     assert RunReport().to_json() == []
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4", "quartet2", "fp8"])
+@pytest.mark.parametrize("recipe", ["nvfp4", "fp8"])
 def test_saved_codes_count_as_the_elements_that_they_stand_for(recipe):
     """Two 4-bit codes are a byte. nvfp4 saves w's codes transposed."""
     model = nn.Sequential(nn.Linear(64, 48, bias=False), nn.Linear(48, 64, bias=False))

@@ -21,7 +21,7 @@ OPTIONS = {"inner": "eager"}
 
 
 @pytest.fixture(autouse=True)
-def _as_in_a_new_process(fresh_compiler: None) -> Iterator[None]:
+def _as_in_a_new_process(fresh_compiler: None, only_rewritten: None) -> Iterator[None]:
     """Errors keep the models of tests alive."""
     yield
     for expected in module._expected.values():

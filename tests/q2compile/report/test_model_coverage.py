@@ -18,7 +18,7 @@ from q2compile.report import announce
 from q2compile.report.dump_folder import DumpFolder
 from tests.support.small_model import Mlp
 
-pytestmark = pytest.mark.usefixtures("fresh_compiler")
+pytestmark = pytest.mark.usefixtures("fresh_compiler", "only_rewritten")
 
 EAGER = {"inner": "eager"}
 

@@ -124,12 +124,13 @@ def test_numbers_are_those_of_quantize(tmp_path):
 
 
 def test_every(tmp_path):
-    """The recorder creates device constants before, since no op keeps any."""
+    """In one graph. The recorder creates device constants before, since no op keeps any."""
     constants._PAIRS.clear()
     constants._ROTATIONS.clear()
     model = new_model(blocks=1)
     train(model, compiled(model, tmp_path, every=3), steps=8)
     assert sorted({r["step"] for r in records(tmp_path)}) == [0, 3, 6]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     cpu = torch.device("cpu")
     assert constants.pairs_of_bytes(cpu) is constants.pairs_of_bytes(cpu)
 
@@ -155,14 +156,18 @@ def test_of_an_accumulated_gradient_the_first_part_is_recorded(tmp_path):
 
 
 def test_several_optimizers_of_a_step_count_once(tmp_path):
+    """Fused optimizers do not increase the version counters."""
     model = new_model(blocks=1)
     call = compiled(model, tmp_path)
-    optimizers = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]
+    optimizers = [torch.optim.SGD([p], lr=0.1, fused=True) for p in model.parameters()]
+    others = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], fused=True)
     for _ in range(2):
-        call(batch(0, model)).sum().backward()
+        for _ in range(2):
+            call(batch(0, model)).sum().backward()
         for optimizer in optimizers:
             optimizer.step()
     assert {r["step"] for r in records(tmp_path)} == {0, 1}
+    assert not others._optimizer_step_post_hooks
 
 
 def test_steps_without_an_optimizer(tmp_path):
@@ -198,14 +203,6 @@ def test_codes_that_changed(tmp_path):
         assert up[i] == pytest.approx(wanted, rel=1e-6) and wanted > 0
     others = [r for r in records(tmp_path) if (r["gemm"], r["operand"]) != ("fprop", "w")]
     assert all(r["changed"] is None for r in others)
-
-
-def test_no_graph_break_and_one_graph(tmp_path):
-    model = new_model(blocks=1)
-    options = {"inner": "eager", "telemetry": {"every": 2, "to": str(tmp_path)}}
-    call = torch.compile(model, backend="quartet2", options=options, fullgraph=True)
-    train(model, call, steps=3)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 def test_inference_records_nothing_and_counts_nothing(tmp_path):
@@ -399,17 +396,3 @@ def test_what_was_not_recorded_is_said_at_exit(kind, ended):
         rf"q2compile report {to} shows all"
     )
     assert len(re.findall(said, done.stderr)) == (kind != "inference")
-
-
-def test_steps_of_a_fused_optimizer_count(tmp_path):
-    """A fused optimizer does not increase the version counters."""
-    model = new_model(blocks=1)
-    call = compiled(model, tmp_path)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    others = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], fused=True)
-    for _ in range(3):
-        for _ in range(2):
-            call(batch(0, model)).sum().backward()
-        optimizer.step()
-    assert {r["step"] for r in records(tmp_path)} == {0, 1, 2}
-    assert not others._optimizer_step_post_hooks

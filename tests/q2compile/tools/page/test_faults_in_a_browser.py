@@ -7,15 +7,7 @@ from torch import nn
 
 import q2compile
 from q2compile.tools import cli
-from tests.support.page_dumps import dump_of_net, with_more_layers
-
-
-@pytest.fixture(scope="module")
-def dumped(tmp_path_factory):
-    torch._dynamo.reset()
-    folder = dump_of_net(tmp_path_factory.mktemp("graphs"))
-    assert cli.main(["report", str(folder)]) == 0
-    return folder
+from tests.support.page_dumps import with_more_layers
 
 
 @pytest.mark.parametrize("width", [1280, 390])

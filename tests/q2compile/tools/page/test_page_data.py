@@ -17,13 +17,7 @@ from q2compile.tools.page.command import read_dump, run_page
 from q2compile.tools.page.document import beside_bf16, document, headline, report_page
 from q2compile.tools.time_words import seconds_text, time_words
 from tests.support.page_data import data_of
-from tests.support.page_dumps import SCRIPT, dump_of_net, with_more_layers
-
-
-@pytest.fixture(scope="module")
-def dumped(tmp_path_factory):
-    torch._dynamo.reset()
-    return dump_of_net(tmp_path_factory.mktemp("graphs"))
+from tests.support.page_dumps import SCRIPT, with_more_layers
 
 
 @pytest.fixture(scope="module")

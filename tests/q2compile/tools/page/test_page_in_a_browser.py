@@ -6,25 +6,15 @@ import re
 import shutil
 
 import pytest
-import torch
 
 from q2compile.tools import cli
 from q2compile.tools.page.command import read_dump
 from q2compile.tools.page.document import report_page
 from tests.support.page_dumps import SCRIPT, dump_of_net, with_more_layers
 
-ROW = "#table tr.row"
 
-
-@pytest.fixture(scope="module")
-def dumped(tmp_path_factory):
-    torch._dynamo.reset()
-    return dump_of_net(tmp_path_factory.mktemp("graphs"))
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture
 def page(dumped):
-    assert cli.main(["report", str(dumped)]) == 0
     return dumped / "report.html"
 
 
