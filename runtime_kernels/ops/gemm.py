@@ -136,4 +136,4 @@ def _mm_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     result on CUDA only; a plain fp32 one there may be TF32, by the user's choice."""
     if a.is_cuda and a.numel() and b.numel():
         return torch.mm(a.bfloat16(), b.bfloat16().t(), out_dtype=torch.float32)
-    return a @ b.t()
+    return a.float() @ b.float().t()

@@ -129,9 +129,7 @@ def test_operands_are_brought_into_form(launched) -> None:
         seen.append(args)
         return LaunchPlan(2, (), 0, ())
 
-    kernel = Launching(
-        call, lambda *args: (), {0: OperandLayout.ROWS_OR_COLUMNS, 1: OperandLayout.ALIGNED}
-    )
+    kernel = Launching(call, {0: OperandLayout.ROWS_OR_COLUMNS, 1: OperandLayout.ALIGNED})
     across, odd = torch.empty(8, 8).t(), torch.empty(65)[1:]
     for x in (across, torch.empty(8, 8, 2)[..., 0]):
         kernel(x, odd)
