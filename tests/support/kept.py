@@ -25,9 +25,9 @@ def kept(suffix: str, made_of: tuple[object, ...], make: Callable[[Path], None])
     """
     key = hashlib.sha256(repr(made_of).encode()).hexdigest()
     path = _folder() / f"{key}{suffix}"
-    if path.exists():
+    try:
         os.utime(path)
-    else:
+    except FileNotFoundError:
         unfinished = path.with_name(f"{os.getpid()}-{path.name}")
         make(unfinished)
         unfinished.replace(path)  # other processes see all of it or nothing

@@ -136,7 +136,7 @@ def library(
 
     def make(path: Path) -> None:
         folder = _folder() / path.stem
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         for name, text in files.items():
             (folder / name).write_text(text)
         (folder / "main.cpp").write_text(f'#include "../cuda.h"\n{source}')

@@ -56,12 +56,13 @@ function copiesButton(count, makeLines) {
   const onClick = ({ currentTarget: button }) => {
     const open = button.getAttribute("aria-pressed") === "false";
     button.setAttribute("aria-pressed", String(open));
+    button.title = titles[Number(open)];
     const body = button.closest("tbody");
     if (open) body.append(...makeLines());
     else body.querySelectorAll(".one, .one + .detail").forEach((line) => line.remove());
   };
-  const title = "Show these equal layers one by one";
-  return h("button.copies", { "aria-pressed": "false", title, onClick }, `×${count}`);
+  const titles = ["Show these equal layers one by one", "Show them as one line"];
+  return h("button.copies", { "aria-pressed": "false", title: titles[0], onClick }, `×${count}`);
 }
 
 // 3.4 MiB

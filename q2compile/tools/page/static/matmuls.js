@@ -11,8 +11,9 @@ class Matmuls {
     Object.assign(this, { data, links, onNarrow });
     this.columns = tableColumns(data);
     this.sorted = { column: null, rising: false };
+    this.titles = [];
     this.heads = this.columns.map((column) => this.headCell(column));
-    this.none = h("caption", "No matmul matches these filters.");
+    this.none = h("caption", "No matmul matches the search.");
     this.table = h("table.matmuls", this.none, h("thead", h("tr", this.heads)));
     byId("table").append(this.table);
     this.show(null);
@@ -26,7 +27,6 @@ class Matmuls {
   }
 
   show(match) {
-    this.match = match;
     const rows = this.data.rows.filter((row) => !match || match(row));
     const groups = [...Map.groupBy(rows, (row) => row.group).values()];
     const [here, all] = [rows, this.data.rows].map((of) => new Set(of.map((r) => r.layer)).size);
@@ -34,26 +34,37 @@ class Matmuls {
       `${here} of ${countText(all, "matmul")}` +
       (groups.length < rows.length ? `, in ${countText(groups.length, "line")}` : "");
     for (const body of [...this.table.tBodies]) body.remove();
-    for (const [part, title] of Object.entries(PARTS)) {
-      const own = this.ordered(groups.filter(([row]) => row.part === part));
-      if (own.length && title) this.table.append(h("tbody", this.wideLine("part", title)));
-      this.table.append(...own.map((group) => h("tbody", this.line(group))));
-    }
+    this.bodies = groups.map((group) => ({ group, body: h("tbody", this.line(group)) }));
+    this.order();
     this.none.hidden = rows.length > 0;
     this.onNarrow(match);
+  }
+
+  // Puts the lines into the order that was asked for. What is open stays open.
+  order() {
+    for (const title of this.titles) title.remove();
+    this.titles = [];
+    for (const [part, title] of Object.entries(PARTS)) {
+      const own = this.ordered(this.bodies.filter(({ group }) => group[0].part === part));
+      if (own.length && title) {
+        this.titles.push(h("tbody", this.wideLine("part", title)));
+        this.table.append(this.titles.at(-1));
+      }
+      this.table.append(...own.map(({ body }) => body));
+    }
   }
 
   wideLine(kind, content) {
     return h(`tr.${kind}`, h("td", { colspan: this.columns.length }, content));
   }
 
-  // Groups of rows in the order that was asked for; those without a figure last.
-  ordered(groups) {
+  // Bodies in the order that was asked for; those without a figure last.
+  ordered(bodies) {
     const { column, rising } = this.sorted;
-    if (!column) return groups;
-    const key = (rows) => (columnValue(column, rows) ?? NaN) * (rising ? 1 : -1);
-    const known = groups.filter((group) => !Number.isNaN(key(group)));
-    const others = groups.filter((group) => Number.isNaN(key(group)));
+    if (!column) return bodies;
+    const key = ({ group }) => (columnValue(column, group) ?? NaN) * (rising ? 1 : -1);
+    const known = bodies.filter((one) => !Number.isNaN(key(one)));
+    const others = bodies.filter((one) => Number.isNaN(key(one)));
     return [...known.sort((one, other) => key(one) - key(other)), ...others];
   }
 
@@ -63,7 +74,7 @@ class Matmuls {
     this.sorted = again && this.sorted.rising ? { column: null } : { column, rising: again };
     for (const other of this.heads) other.removeAttribute("aria-sort");
     if (this.sorted.column) head.setAttribute("aria-sort", again ? "ascending" : "descending");
-    this.show(this.match);
+    this.order();
   }
 
   headCell(column) {

@@ -9,7 +9,10 @@ async function startReport() {
   };
   const narrow = (text, match) => matmuls.narrow(text, match);
   keepSections(data);
-  const tree = new Tree(data, ({ path, rows }) => narrow(path, (row) => rows.includes(row)));
+  const tree = new Tree(data, ({ path, rows }) => {
+    const own = new Set(rows);
+    narrow(path, (row) => own.has(row));
+  });
   byId("tree").append(tree.root);
   const operands = data.telemetry ? new Operands(data) : null;
   const matmuls = new Matmuls(data, links, (match) => {

@@ -66,14 +66,16 @@ function leftTile(data, narrow) {
   ];
   if (!groups.length) return tile("Left", "none");
   const item = ([reason, rows]) => {
-    const onClick = () => narrow(reason, (row) => row.reason === reason);
+    const onClick = () => narrow(reason || "no reason", (row) => row.reason === reason);
     return h("li", h("button.link", { onClick }, `${rows.length} × ${reason || "no reason"}`));
   };
   return tile(
     "Left in BF16",
     left.length ? countText(left.length, "matmul") : "none",
     h("ul.reasons", groups.slice(0, 5).map(item)),
-    groups.length > 5 ? h("p.muted", `and ${groups.length - 5} more reasons`) : null,
+    groups.length > 5
+      ? h("details", h("summary", `${groups.length - 5} more`), h("ul.reasons", groups.slice(5).map(item)))
+      : null,
   );
 }
 

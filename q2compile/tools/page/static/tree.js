@@ -60,6 +60,7 @@ class Tree {
     if (!found) return;
     const way = this.lines.filter(({ element }) => element.contains(found.element));
     for (const { element } of way) Object.assign(element, { hidden: false, open: true });
+    this.none.hidden = true;
     const line = found.element.querySelector("summary") || found.element;
     line.focus({ preventScroll: true });
     line.scrollIntoView({ block: "center" });
