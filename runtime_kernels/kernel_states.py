@@ -110,7 +110,7 @@ class KnownResults:
         the rest (choice.py).
     checks: a check -> its result: self-checks, on a GPU and a CPU, and first large GEMMs.
     references: an op -> why its reference serves a GPU.
-    sources: a cubin that did not compile -> the compiler's log, which takes seconds to get.
+    sources: what did not compile -> the compiler's log, which takes seconds to get.
     warned: an op, a kernel and a device -> the first reason, of which the user was warned.
     """
 
@@ -119,7 +119,7 @@ class KnownResults:
         self.choices: dict[Hashable, Any] = {}
         self.checks: dict[tuple, Result] = {}
         self.references: dict[str, str] = {}
-        self.sources: dict[str, str] = {}
+        self.sources: dict[Hashable, str] = {}
         self.warned: dict[tuple[str, str, torch.device], str] = {}
 
     def forget(self) -> None:

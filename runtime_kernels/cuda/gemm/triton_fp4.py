@@ -5,7 +5,8 @@ A grouped product does not make the host wait for the device."""
 
 import functools
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,7 +23,12 @@ from q2compile.runtime_kernels.cuda.gemm.operands import (
 from q2compile.runtime_kernels.cuda.jit.launch import multiprocessors
 from q2compile.runtime_kernels.cuda.jit.limits import capability_of, why_no_dot_scaled, why_no_fp4
 from q2compile.runtime_kernels.cuda.recent_launches import note
-from q2compile.runtime_kernels.kernel_states import assumed_capability
+from q2compile.runtime_kernels.kernel_states import (
+    KNOWN,
+    LaunchError,
+    assumed_capability,
+    kernels_own,
+)
 from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.numerics.transforms import Transform, get_transform
 from q2compile.runtime_kernels.ops.gemm import checked_factors, checked_gemm, factors_of
@@ -89,15 +95,14 @@ def _gemm(
     unrotation = None
     if mask is not None and transform is not None:
         unrotation = Unrotation(aligned(mask.contiguous()), transform.norm)
-    which: tuple = tile, a.spec.width, dtype, bias is None or bias.dtype
-    which += transform and transform.name, width % tile.k, first_launch.rows_class(rows)
+    variant: tuple = tile, a.spec.width, dtype, bias is None or bias.dtype
+    variant += transform and transform.name, width % tile.k
 
     def launch() -> torch.Tensor:
-        note(f"q2::{op} by {TRITON_FP4}")
-        with on_device(device.index):
+        with compiling(op, device, variant), on_device(device.index):
             return gemm_fp4(left, right, bias, dtype, tile, unrotation)
 
-    size = rows, columns, 2 * width
+    size, which = (rows, columns, 2 * width), (*variant, first_launch.rows_class(rows))
     return first_launch.launched(op, TRITON_FP4, args, size, which, launch)
 
 
@@ -131,12 +136,30 @@ def grouped_gemm_triton(*args: Any) -> torch.Tensor:
     variant = tile, a.spec.block, b.spec.block, gemm, dtype, groups, contracted
 
     def launch() -> torch.Tensor:
-        note(f"q2::{GROUPED_GEMM} by {TRITON_FP4}")
-        with on_device(device.index):
+        with compiling(GROUPED_GEMM, device, variant), on_device(device.index):
             return triton_grouped_kernel.grouped_gemm_fp4(left, right, offs, gemm, dtype, tile)
 
     size = rows, of_one, a.contraction
     return first_launch.launched(GROUPED_GEMM, TRITON_FP4, args, size, variant, launch)
+
+
+@contextmanager
+def compiling(op: str, device: torch.device, variant: Hashable) -> Iterator[None]:
+    """A context for a launch by an op: a variant that Triton cannot compile is compiled once, not
+    for each count of tokens.
+
+    Raises:
+        LaunchError: it failed before.
+    """
+    if (device, variant) in KNOWN.sources:
+        raise LaunchError(KNOWN.sources[device, variant])
+    note(f"q2::{op} by {TRITON_FP4}")
+    try:
+        yield
+    except Exception as error:
+        if kernels_own(error, op, TRITON_FP4, device):
+            KNOWN.sources[device, variant] = f"{type(error).__name__}: {error}"
+        raise
 
 
 @functools.cache

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from q2compile.runtime_kernels.cuda import recent_launches
-from q2compile.runtime_kernels.cuda.gemm import cublaslt
+from q2compile.runtime_kernels.cuda.gemm import cublaslt, triton_fp4
 from q2compile.runtime_kernels.cuda.other_ops import dequantize
 from tests.support import forked
 from tests.support.emulation.on_cpu import launches_on_cpu
@@ -139,4 +139,7 @@ def test_gemms_are_noted_by_their_kernels(recent, monkeypatch) -> None:
     plan = SimpleNamespace(run=lambda *args: ran.append(args))
     monkeypatch.setattr(cublaslt, "planned", lambda product: plan)
     cublaslt.run(None, None, None, None, None, None)
-    assert recent_launches.recent() == ["q2::gemm by cublaslt_fp4"] and len(ran) == 1
+    with triton_fp4.compiling("grouped_gemm", torch.device("cpu"), "a variant"):
+        pass
+    names = ["q2::grouped_gemm by triton_fp4", "q2::gemm by cublaslt_fp4"]
+    assert recent_launches.recent() == names and len(ran) == 1
