@@ -159,7 +159,7 @@ def _operand(gemm: fx.Node, first: int, at: int) -> Any:
     node, scales_node, global_scale_node = ungathered(gemm, first)
     gather, rows = gather_of(gemm.args[first]), None
     if gather is None:
-        codes, scales = lowered.get(node), lowered.get(scales_node)
+        codes, scales = lowered[node], lowered.get(scales_node)
     else:  # which may have been the last to read them
         codes, scales, rows = state.ungathered[gather]
     if node not in state.dequantized:

@@ -24,7 +24,8 @@ import importlib
 import os
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from multiprocessing.connection import Connection
@@ -175,7 +176,11 @@ def begin(request: Request) -> None:
     child waits for them."""
     if _State.in_child:
         compiling = getattr(importlib.import_module(request.module), "compiling", None)
-        CHECKER.begin(request, compiling(*request.arguments) if compiling else ())
+        begun: Sequence[Future] = ()
+        if compiling is not None:
+            with suppress(Exception):  # the check meets the same error, and says it
+                begun = compiling(*request.arguments)
+        CHECKER.begin(request, begun)
 
 
 def _result(request: Request) -> Result:

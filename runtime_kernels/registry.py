@@ -8,9 +8,9 @@ at last the torch reference, which serves every call.
 
 `select` returns one implementation by name, and never another in its place.
 
-A kernel may fail in its self-check or when it runs. Then it is rejected for
-calls of that kind, with a KernelWarning, and the next one serves them. A kernel that the user has
-disabled never runs (kernel_states.py).
+A kernel may fail in its self-check or when it runs. Then it is rejected for calls of that kind,
+with a KernelWarning, and the next one serves them. A kernel that the user has disabled never runs
+(kernel_states.py).
 """
 
 import functools

@@ -79,7 +79,7 @@ class PostGradPasses(PassRunner):
             self.insertion(graph, kind)
 
     def forget(self, gm: fx.GraphModule) -> None:
-        """A graph is compiled again, and gets other records."""
+        """Remove the records of a graph that is compiled again, which gets new ones."""
         kind = graph_kind(gm.graph)
         self.records[:] = [record for record in self.records if record.graph != kind]
 

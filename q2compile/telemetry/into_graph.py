@@ -76,8 +76,8 @@ class NoteLayout:
     @staticmethod
     @cache
     def parse(text: str) -> NoteLayout:
-        """The layout that `text` wrote, with lists for tuples. Cached, since a graph that runs on
-        the host notes in every step."""
+        """Reads what `text` wrote; tuples become lists. Cached, since a graph that runs on the host
+        notes in every step."""
         return NoteLayout(**json.loads(text.replace("'", '"')))
 
 

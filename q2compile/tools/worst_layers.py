@@ -82,6 +82,15 @@ def _by_removed(choice: tuple[float, float, Any]) -> tuple[float, float]:
     return removed, -cost
 
 
+def needed_budget(
+    kind: Sequence[str], modules: Sequence[Mapping[str, Any]], of: str, device: str
+) -> float:
+    """The budget that a kind needs in bf16, rounded up to a percent."""
+    cost = sum(_cost(m, of, device, "bf16") for m in modules if m["module"] in kind)
+    share = cost / sum(_size(m, of, device) for m in modules)
+    return min(1.0, math.ceil(100 * share - 1e-6) / 100)
+
+
 def policy_of(chosen: Mapping[tuple[str, ...], Any], names: Sequence[str]) -> dict[str, Any]:
     """The rules that give each kind its value; they match no other of ``names``."""
     return {p: value for kind, value in chosen.items() for p in patterns_of(kind, names)}

@@ -3,13 +3,14 @@
 arguments.
 
 `launching` registers a function from an op's arguments to a LaunchPlan: the outputs of the call,
-and the launches that write them. There are two callers:
+and the launches that write them. There are three callers:
 
 - the op itself, which allocates the outputs
 - generated code (call_site.py), which brings buffers that Inductor has planned
+- a self-check, whose kernels are compiled ahead of it (launches_of)
 
-Both execute a BoundCall: the plan on one device, its kernels loaded. All that is left to do for
-each call is to read the addresses of the tensors.
+The first two execute a BoundCall: the plan on one device, its kernels loaded. All that is left to
+do for each call is to read the addresses of the tensors.
 """
 
 from __future__ import annotations
@@ -231,8 +232,8 @@ class Launching:
         return self.layouts_of(*args) if callable(self.layouts_of) else self.layouts_of
 
     def launches_of(self, cases: Iterable[Sequence[Any]]) -> list[Launch]:
-        """The launches of calls with such arguments, which may be on the CPU: then those that the
-        current GPU would get. They do not depend on its number of multiprocessors."""
+        """The launches of these calls. Arguments may be on the CPU; the launches are then those for
+        the current GPU. No variant depends on the number of multiprocessors."""
         with apart(torch.device("cpu")), on_one_multiprocessor():
             plans = [self.plan(*self.in_layout(args)) for args in cases]
         return [step.launch for plan in plans for step in plan.steps]

@@ -12,8 +12,8 @@ Without b_global, a_global is the product of both.
 The reference is one ordinary product of dequantized operands. An operand without its global scale,
 code * scale, has at most 6 significant bits, so it is exact in bf16 (8 bits), and the product on
 any bf16 tensor core with fp32 accumulation is the 4-bit GEMM up to the order of the sums. A global
-scale that is a power of two only changes exponents: it is multiplied into the operands, which stay
-exact. Any other global scale is applied to the fp32 result.
+scale that is a power of two only changes exponents: for a result in bf16 it is multiplied into the
+operands, which stay exact. Otherwise global scales are applied to the fp32 result.
 """
 
 from collections.abc import Callable, Sequence

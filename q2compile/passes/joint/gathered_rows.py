@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which operands are rows that were gathered from a matrix, asked of an FX graph. Of the spellings
-only those are known that Inductor's decompositions leave: no index_select, masked_fill or zeros."""
+(
+    """Which operands are rows that were gathered from a matrix, asked of an FX graph. It
+knows the spellings that are left after Inductor's decompositions, which remove index_select,
+masked_fill and zeros."""
+    ""
+)
 
 from __future__ import annotations
 
@@ -121,7 +125,7 @@ def _mask_of_rows(mask: Any, node: fx.Node) -> fx.Node | None:
 
 
 def is_zero(node: Any) -> bool:
-    """Whether a node is a constant of zeros. +0, because -0 has another code."""
+    """Whether a node is a constant of +0. (-0 has another code.)"""
     places = {_aten.full.default: 1, _aten.scalar_tensor.default: 0}
     if not isinstance(node, fx.Node) or node.target not in places:
         return False

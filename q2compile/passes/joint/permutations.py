@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which indices are permutations, and what undoes them, asked of an FX graph after Inductor's
-decompositions: arange is prims.iota there, and floor_divide div."""
+(
+    """Which indices are permutations, and what undoes them, asked of an FX graph after Inductor's
+decompositions, where arange has become prims.iota and floor_divide has become div."""
+    ""
+)
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def quantize_rows_once_pass(graph: fx.Graph) -> int:
         q = quantize(x, scheme=S, rowwise)      q = quantize(where(p[:, None], pad(h), 0), ...)
                                                 g = gather_rows(q[0], q[1], z)
 
-    Preconditions: index, index_select or gather along rows, through views that leave rows whole and
+    Preconditions: index or gather along rows, through views that leave rows whole and
     casts, which move with the quantizer; blocks of one row; no random bits, which depend on the
     place; rows are gathered `_OFTEN` times as often as there are any. Who else reads x still does:
     the quantizer is cheaper all the same.

@@ -237,6 +237,8 @@ def _linear(bench: Bench, recipe: str) -> BenchRow:
             x = torch.randn(tokens, inputs, device=bench.device, dtype=torch.bfloat16)
             steps[backend] = _step(layer, x, backend, recipe)
         times = bench.steps(steps)
+        if bench.on_gpu:
+            row.more["kernels"] = _kernels_of(steps["quartet2"])
     except Exception as error:  # the other recipes are measured
         failed(row, error)
         return row
@@ -247,6 +249,22 @@ def _linear(bench: Bench, recipe: str) -> BenchRow:
         assert found is not None
         row.predicted = 1e6 * found.times(bench.sheet)[1]
     return timed(row, times["quartet2"])
+
+
+def _kernels_of(step: Call) -> list[str]:
+    """The kernels of a step and their microseconds, as torch's profiler sees them; what it raised
+    where it cannot."""
+    try:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            step()
+            torch.cuda.synchronize()
+    except Exception as error:
+        return [f"{type(error).__name__}: {error}"[:300]]
+    return [
+        f"{event.count} x {event.key[:120]}: {event.self_device_time_total:.1f} us"
+        for event in profile.key_averages()
+        if event.self_device_time_total
+    ]
 
 
 def block(bench: Bench) -> Iterator[BenchRow]:

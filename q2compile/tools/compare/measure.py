@@ -262,24 +262,32 @@ def run(arguments: Namespace) -> int:
     chosen = comparison.chosen(*limits)
     options = json.dumps(comparison.options(*limits), indent=2)
     if chosen:
-        share = sum(comparison.share(module) or 0.0 for module in chosen)
         print(
             f"{len(chosen)} of {len(comparison.modules)} modules leave {comparison.recipe}, for "
-            f"{arguments.budget:.0%} of the {arguments.of}; they account for {share:.0%} of the "
-            "gradient's squared error:"
+            f"{arguments.budget:.0%} of the {arguments.of}; they account for "
+            f"{_share(comparison, chosen):.0%} of the gradient's squared error:"
         )
     else:
-        print(
-            f"no module fits into {arguments.budget:.0%} of the {arguments.of}; a larger --budget "
-            "takes the worst:"
-        )
+        print(f"no module fits into {arguments.budget:.0%} of the {arguments.of}:")
     print(options)
+    missed = comparison.too_large(*limits)
+    if missed is not None:
+        worst, needed = missed
+        others = f" and {len(worst) - 1} like it" if len(worst) > 1 else ""
+        print(
+            f"{worst[0].module}{others}: {_share(comparison, worst):.0%} of the gradient's squared "
+            f"error; --budget {needed:g} is enough for bf16"
+        )
     data = {
         **comparison.to_json(),
         "limits": dict(zip(("budget", "of", "device"), limits, strict=True)),
     }
     print("wrote " + ", ".join(map(str, _written(arguments.out, comparison, data, options))))
     return 0
+
+
+def _share(comparison: Comparison, modules: Sequence[ModuleError]) -> float:
+    return sum(comparison.share(module) or 0.0 for module in modules)
 
 
 def _written(

@@ -17,8 +17,10 @@ from q2compile.report.printable import aligned, printable
 from q2compile.report.row import Row, shape_text
 from q2compile.tools.worst_layers import (
     after,
+    needed_budget,
     policy_of,
     rank_of,
+    ranked,
     worst_layers,
 )
 
@@ -137,6 +139,17 @@ class Comparison:
         """The modules that `policy` puts into fp8 or bf16, those with most error removed first."""
         by_name = {m.module: m for m in self.modules}
         return [by_name[name] for kind in self._chosen(budget, of, device) for name in kind]
+
+    def too_large(
+        self, budget: float, of: str = "flops", device: str = DEVICES[0].column
+    ) -> tuple[list[ModuleError], float] | None:
+        """The worst kind of layer and the budget that it needs, if `policy` leaves it out."""
+        modules = self._as_json()
+        worst = ranked(modules)[0]
+        if tuple(worst) in self._chosen(budget, of, device):
+            return None
+        kind = [m for m in self.modules if m.module in worst]
+        return kind, needed_budget(worst, modules, of, device)
 
     def _chosen(self, budget: float, of: str, device: str) -> dict[tuple[str, ...], str]:
         one_of("of", of, ("flops", "time"))

@@ -31,7 +31,7 @@ struct I {
     IntRegister part[PARTS];
 };
 
-// A value of part i for each of them.
+// Builds a value register by register: register i is part(i).
 template <typename T, typename Part>
 inline T each(const Part& part) {
     T r;

@@ -28,7 +28,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from q2compile.runtime_kernels.cuda.gemm.operands import ALIGNMENT
 from q2compile.runtime_kernels.cuda.jit.launch import LaunchError, empty
@@ -302,13 +301,15 @@ def handle(index: int) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
             "cuBLASLt is used for the first time inside a CUDA graph capture, where it cannot be "
             "loaded: run the model once before capturing it."
         )
+    from cuda.bindings import driver
+
+    torch.cuda.synchronize(index)  # gives this thread its context
     made = ctypes.c_void_p()
     _call("Create", ctypes.byref(made))
-    with _disable_current_modes(), torch.inference_mode(False):
-        zero = torch.zeros((), dtype=torch.float32, device=torch.device("cuda", index))
-    _ZEROS.append(zero)
+    # A tensor would be in the memory pool of a CUDA graph, if this is its warm-up.
+    status, zero = driver.cuMemAlloc(4)
+    if int(status):
+        raise LaunchError(f"no memory for a zero, which cuBLASLt reads: {status.name}")
+    driver.cuMemsetD32(zero, 0, 1)
     torch.cuda.synchronize(index)  # other streams will read it
-    return made, ctypes.c_void_p(zero.data_ptr())
-
-
-_ZEROS: list[torch.Tensor] = []
+    return made, ctypes.c_void_p(int(zero))

@@ -2,8 +2,8 @@
 """q2::gemm as a product of two bf16 matrices by cuBLAS; q2::grouped_gemm as one grouped product of
 torch's: no loop over the groups, and the host does not wait for the device.
 
-Exact except for the order of the sums: code * scale has 6 significant bits. A global scale that is
-a power of two is multiplied into the operands at no cost.
+Exact except for the order of the sums: code * scale has 6 significant bits. For a result in bf16, a
+global scale that is a power of two is multiplied into the operands at no cost.
 """
 
 from typing import Any

@@ -15,8 +15,9 @@ import sys
 import threading
 import warnings
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -34,6 +35,8 @@ _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 # not run on this device by this driver, which a GB10's said of sm_120 code.
 _NOT_LOADED = (200, 209, 218, 222)
 _ALWAYS_ALLOWED = 40 * 1024  # of dynamic shared memory: 48 KiB, less what a kernel has besides
+# The driver's CUDA version from which a kernel can be loaded while a CUDA graph is captured.
+_LOADS_IN_CAPTURES = (12, 3)
 _PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
@@ -65,7 +68,8 @@ class Launch:
         slots: for such a key, the index of its value among the addresses of a launch.
 
         Raises:
-            LaunchError: the driver reports an error, or the first use is in a CUDA graph capture.
+            LaunchError: the driver reports an error, or is too old to load a kernel in a CUDA graph
+                capture.
             torch.OutOfMemoryError: the driver has no memory for it.
         """
         if index not in self.loaded:
@@ -198,21 +202,39 @@ def params_bytes(layout: str) -> int:
 def _load(launch: Launch, index: int) -> _Loaded:
     from cuda.bindings import driver
 
-    if torch.cuda.is_current_stream_capturing():
+    if not torch.cuda.is_current_stream_capturing():
+        torch.cuda.synchronize(index)  # gives this thread its context
+    elif (driver_cuda() or (0, 0)) < _LOADS_IN_CAPTURES:
         raise LaunchError(
-            f"{launch.variant} is used for the first time inside a CUDA graph capture, where "
-            "nothing can be loaded: run the model once before capturing it."
+            f"{launch.variant} is used for the first time inside a CUDA graph capture, where a "
+            "driver of before CUDA 12.3 loads nothing: run the model once with these sizes before "
+            "capturing it."
         )
-    torch.cuda.synchronize(index)  # gives this thread its context
     context = _checked(driver.cuCtxGetCurrent(), launch)
     code = nvrtc.cubin(launch.variant, architecture(index))
-    module = _checked(driver.cuModuleLoadData(code), launch)
-    function = _checked(driver.cuModuleGetFunction(module, launch.variant.entry.encode()), launch)
-    if launch.shared > _ALWAYS_ALLOWED:
-        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _checked(driver.cuFuncSetAttribute(function, attribute, launch.shared), launch)
+    with _relaxed_captures():
+        module = _checked(driver.cuModuleLoadData(code), launch)
+        entry = launch.variant.entry.encode()
+        function = _checked(driver.cuModuleGetFunction(module, entry), launch)
+        if launch.shared > _ALWAYS_ALLOWED:
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            _checked(driver.cuFuncSetAttribute(function, attribute, launch.shared), launch)
     overlaps = launch.overlaps and torch.cuda.get_device_capability(index) >= (9, 0)
     return _Loaded(int(function), context, overlaps)
+
+
+@contextmanager
+def _relaxed_captures() -> Iterator[None]:
+    """This thread may do what no capture records, such as loading a kernel, while it or another
+    thread captures a CUDA graph."""
+    from cuda.bindings import driver
+
+    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    _, before = driver.cuThreadExchangeStreamCaptureMode(relaxed)
+    try:
+        yield
+    finally:
+        driver.cuThreadExchangeStreamCaptureMode(before)
 
 
 _PROBE = launch("zero_rows.cu", "PPqqi", 256, defines={}).variant  # the smallest kernel

@@ -16,6 +16,7 @@ from training import Model, Result, new_model, run_scenarios, train
 # layers.0 and layers.1 differ, so one graph for each layer could not follow the policy.
 POLICY = {"layers.1.*": {"recipe": "quartet2", "wgrad": "bf16"}, "head": "bf16"}
 EAGER: dict[str, Any] = {"inner": "eager", "policy": POLICY}
+INDUCTOR: dict[str, Any] = {"policy": POLICY}
 SAME_IN_ALL_LAYERS: dict[str, Any] = {"inner": "eager", "policy": {"*.down": "bf16"}}
 
 
@@ -79,7 +80,7 @@ SCENARIOS: dict[str, Callable[[], Result]] = {
     "ddp_around_the_compiled_model": lambda: ddp_around_the_compiled_model(EAGER),
     "ddp_not_compiled": lambda: ddp_around_the_compiled_model(None),
     "ddp_in_buckets": lambda: ddp_in_buckets(EAGER),
-    "fsdp": lambda: fsdp(EAGER),
+    "fsdp": lambda: fsdp(INDUCTOR),
     "fsdp_not_compiled": lambda: fsdp(None),
     "fsdp_blocks": lambda: fsdp_blocks(SAME_IN_ALL_LAYERS),
     "fsdp_blocks_told_apart": lambda: fsdp_blocks(EAGER),

@@ -354,8 +354,11 @@ def test_the_command_says_once_who_refuses_and_that_nothing_fits(tmp_path, capsy
     assert cli.main(["compare", where, "--recipe", "bf16", "--out", out]) == 2
     assert capsys.readouterr().err.startswith("q2compile compare: no matmul of this model")
     assert cli.main(["compare", where, "--out", out]) == 0
-    said = "\nno module fits into 10% of the flops; a larger --budget takes the worst:\n"
-    assert said in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "\nno module fits into 10% of the flops:\n" in printed
+    assert ": 100% of the gradient's squared error; --budget 1 is enough for bf16\n" in printed
+    assert cli.main(["compare", where, "--out", out, "--budget", "1"]) == 0
+    assert "is enough" not in capsys.readouterr().out
 
 
 def test_a_model_that_is_compiled_already_is_measured_and_explained_all_the_same():

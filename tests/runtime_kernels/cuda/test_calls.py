@@ -181,3 +181,32 @@ def test_fixed_signs_have_no_tensor(monkeypatch) -> None:
     source = Path(plan.__file__).parents[1] / "csrc" / "include" / "tile.cuh"
     fixed = re.search(r"kFixedSignSeed = (\d+);", source.read_text())
     assert fixed and int(fixed.group(1)) == FIXED_SIGN_SEED
+
+
+@pytest.mark.gpu
+def test_first_use_inside_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver of CUDA 12.3 or later loads the kernel, whose launch is recorded. An older one gets
+    an error that says what to do."""
+
+    def fresh(number: int) -> launch.Launch:
+        return launch.launch("zero_rows.cu", "PPqqi", 256, defines={"Q2_UNUSED": number})
+
+    rows = torch.tensor([96], dtype=torch.int32, device="cuda")
+    out, graph = torch.ones(128, 64, device="cuda"), torch.cuda.CUDAGraph()
+    slots = {BufferSlot(0): 0, BufferSlot(1): 1}
+    values = (*slots, out.nbytes, 256, 1)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        bound = fresh(1).bind(0, (2, 1), values, slots)
+        bound(torch.cuda.current_stream().cuda_stream, (out.data_ptr(), rows.data_ptr()))
+    assert out.all()
+    graph.replay()
+    assert out[:96].all() and not out[96:].any()
+
+    monkeypatch.setattr(launch, "driver_cuda", lambda: (12, 2))
+    # Raised inside the capture, which then ends in an error of its own.
+    with (
+        pytest.raises(launch.LaunchError, match="run the model once with these sizes"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        fresh(2).bind(0, (2, 1), values, slots)

@@ -353,8 +353,9 @@ def test_cublaslt_in_a_cuda_graph():
         assert (out == 64 * value).all()
 
 
-def test_what_triton_s_kernel_is_given(monkeypatch):
-    """The large tile for many tokens; a mask in one piece, on 16 bytes."""
+def test_what_triton_refuses_is_compiled_once(monkeypatch):
+    """It is not compiled again for another number of tokens. Another tile, dtype, bias or inverse
+    rotation is another kernel."""
     triton_kernel = pytest.importorskip("q2compile.runtime_kernels.cuda.gemm.triton_kernel")
     tried = []
 
@@ -372,15 +373,14 @@ def test_what_triton_s_kernel_is_given(monkeypatch):
         with pytest.raises(RuntimeError, match="PassManager"):
             triton_fp4.gemm_triton(*args)
     large, small = triton_kernel._TILES[10]
-    tiles = [small, small, large, large, small, small]
-    assert tried == [(tile, of[1], None) for tile, of in zip(tiles, asked, strict=True)]
+    assert tried == [(small, BF16, None), (large, BF16, None), (small, FP32, None)]
     for rows in (64, 96):
         args = arguments(rows, 64, 64, None, BF16, (SCHEME + SWIZZLED,) * 2)
         *operands, _, scheme, _, dtype = args
         mask = torch.zeros(rows, 9, dtype=torch.uint8)[:, 1:]  # neither in one piece nor on a word
         with pytest.raises(RuntimeError, match="PassManager"):
             triton_fp4.gemm_masked_unrotate_triton(*operands, mask, scheme, scheme, "h32", dtype)
-    (tile, _, (words, norm)), _ = tried[6:]
+    ((tile, _, (words, norm)),) = tried[3:]
     assert tile == small and words.is_contiguous() and words.data_ptr() % 16 == 0
     assert words.shape == (64, 8) and norm == pytest.approx(32**-0.5)
     with pytest.raises(AssertionError, match="with a mask of"):
