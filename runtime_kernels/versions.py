@@ -54,13 +54,24 @@ def cublaslt_version() -> str:
 @functools.cache
 def driver_version() -> str:
     """The driver's version, such as "580.65.06"; if that is not known, the highest CUDA version
-    that it runs, such as "13000"; "" without one."""
+    that it runs, such as "13.0"; "" without one."""
     try:
         words = DRIVER_FILE.read_text(encoding="utf-8").splitlines()[0].split()
         return next(word for word in words if word[:1].isdigit() and "." in word)
     except (OSError, ValueError, IndexError, StopIteration):
-        asked = getattr(torch._C, "_cuda_getDriverVersion", None)
-        return str(asked()) if asked and torch.cuda.is_available() else ""
+        return "{}.{}".format(*found) if (found := driver_cuda()) else ""
+
+
+@functools.cache
+def driver_cuda() -> tuple[int, int] | None:
+    """The CUDA version of the driver; None where there is none."""
+    try:
+        from cuda.bindings import driver
+
+        status, version = driver.cuDriverGetVersion()
+    except (ImportError, RuntimeError):  # cuda-bindings, or the driver, is not installed
+        return None
+    return None if int(status) else (version // 1000, version % 1000 // 10)
 
 
 @functools.cache

@@ -26,6 +26,7 @@ import torch
 from q2compile.runtime_kernels.cuda.jit import limits, nvrtc
 from q2compile.runtime_kernels.cuda.jit.nvrtc import KernelVariant
 from q2compile.runtime_kernels.kernel_states import ONE_MULTIPROCESSOR, LaunchError
+from q2compile.runtime_kernels.versions import driver_cuda
 
 LOG = logging.getLogger("q2compile")
 _ADDRESS = struct.calcsize("@P")  # as long as an item of array("Q"), on its alignment
@@ -288,13 +289,6 @@ def begin_compiling(launches: Iterable[Launch], index: int) -> list[Future]:
     """Threads that compile these launches for a device."""
     variants = dict.fromkeys(launch.variant for launch in launches)
     return [nvrtc.begin(variant, architecture(index)) for variant in variants]
-
-
-def driver_cuda() -> tuple[int, int] | None:
-    """The CUDA version of the driver; None where there is none."""
-    asked = getattr(torch._C, "_cuda_getDriverVersion", None)
-    version = asked() if asked and torch.cuda.is_available() else 0
-    return (version // 1000, version % 1000 // 10) if version else None
 
 
 @functools.cache

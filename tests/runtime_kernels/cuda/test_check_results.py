@@ -6,8 +6,10 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -281,3 +283,26 @@ def test_the_driver_s_version(monkeypatch, tmp_path, text, want) -> None:
     versions.driver_version.cache_clear()
     assert versions.driver_version() == want
     versions.driver_version.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "answer, want",
+    [((0, 13000), (13, 0)), ((0, 12030), (12, 3)), ((3, 0), None), (None, None)],
+)
+def test_the_driver_s_version_of_cuda(monkeypatch, tmp_path, answer, want) -> None:
+    """It stands for the driver's own where there is no file of that, as in WSL."""
+
+    def asked() -> tuple[int, int]:
+        if answer is None:
+            raise RuntimeError("Failed to dlopen libcuda.so.1")
+        return answer
+
+    driver = SimpleNamespace(cuDriverGetVersion=asked)
+    monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=driver))
+    monkeypatch.setattr(versions, "DRIVER_FILE", tmp_path / "none")
+    versions.driver_version.cache_clear()
+    versions.driver_cuda.cache_clear()
+    assert versions.driver_cuda() == want
+    assert versions.driver_version() == ("{}.{}".format(*want) if want else "")
+    versions.driver_version.cache_clear()
+    versions.driver_cuda.cache_clear()
