@@ -104,7 +104,7 @@ MAY_IMPORT = {
     "runtime_kernels.cpu": [*KERNELS_ASK, "torch_internals.cpp_compiler"],
     "runtime_kernels.cuda": KERNELS_ASK,
     "runtime_kernels.small_calls": [*CHOOSING, *SEMANTICS],
-    "runtime_kernels.cuda.jit": ["runtime_kernels.cache_folder", "runtime_kernels.kernel_states"],
+    "runtime_kernels.cuda.jit": STORE,
 }
 # Torch's private modules that are imported outside of torch_internals/:
 # reason -> (folder or file, module).
