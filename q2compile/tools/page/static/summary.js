@@ -74,7 +74,11 @@ function leftTile(data, narrow) {
     left.length ? countText(left.length, "matmul") : "none",
     h("ul.reasons", groups.slice(0, 5).map(item)),
     groups.length > 5
-      ? h("details", h("summary", `${groups.length - 5} more`), h("ul.reasons", groups.slice(5).map(item)))
+      ? h(
+          "details",
+          h("summary", `${groups.length - 5} more`),
+          h("ul.reasons", groups.slice(5).map(item)),
+        )
       : null,
   );
 }
