@@ -136,6 +136,18 @@ def test_equal_layers_are_one_line_that_opens(opened):
     assert not set(own) & set(shown(opened)) and opened.texts(".detail") == []
 
 
+def test_sorting_keeps_what_is_open(opened):
+    before = shown(opened)
+    opened.click("#table .opener", before[0])
+    opened.click(".tree [data-path='layers.0–3'] code")
+    opened.click("#table [data-sort='saved']")
+    assert sorted(shown(opened)) == sorted(before) and shown(opened) != before
+    assert opened.find("#table .open + .detail") and "q_proj" not in lines(opened)
+    for _ in range(2):
+        opened.click("#table [data-sort='saved']")
+    assert shown(opened) == before
+
+
 def test_a_matmul_shows_its_gemms_and_its_kernels(opened):
     opened.click("#table .opener", "layers.0–3.down")
     labels = ".map((e) => e.getAttribute('aria-label'))"
