@@ -308,8 +308,9 @@ def handle(index: int) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
     _call("Create", ctypes.byref(made))
     # A tensor would be in the memory pool of a CUDA graph, if this is its warm-up.
     status, zero = driver.cuMemAlloc(4)
+    if not int(status):
+        (status,) = driver.cuMemsetD32(zero, 0, 1)
     if int(status):
         raise LaunchError(f"no memory for a zero, which cuBLASLt reads: {status.name}")
-    driver.cuMemsetD32(zero, 0, 1)
     torch.cuda.synchronize(index)  # other streams will read it
     return made, ctypes.c_void_p(int(zero))
