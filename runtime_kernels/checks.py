@@ -178,8 +178,10 @@ def begin(request: Request) -> None:
         compiling = getattr(importlib.import_module(request.module), "compiling", None)
         begun: Sequence[Future] = ()
         if compiling is not None:
-            with suppress(Exception):  # the check meets the same error, and says it
+            try:
                 begun = compiling(*request.arguments)
+            except Exception:  # the check, which launches the same, then compiles for itself
+                check_results.LOG.debug("q2compile: %s", request.label, exc_info=True)
         CHECKER.begin(request, begun)
 
 
