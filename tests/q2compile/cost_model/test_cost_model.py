@@ -241,7 +241,7 @@ def test_experts_in_fp8_have_torchs_grouped_product_on_a_hopper(capability, kind
     assert [found[name] for name in ALL] == [kind] * 3
     assert ("dequantize dy" in found) == (kind == "bf16")
     over_bf16 = H200.gemms["grouped fp8"].reached.middle / H200.gemms["bf16"].reached.middle
-    assert over_bf16 == pytest.approx(2.66 / 1.99, abs=0.1)  # as measured (devices.py)
+    assert over_bf16 == pytest.approx(2.66 / 1.99, abs=0.095)  # half of its range
 
 
 def speeds(*shape, recipe=QUARTET2, **options):
