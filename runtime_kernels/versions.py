@@ -64,7 +64,7 @@ def driver_version() -> str:
 
 @functools.cache
 def driver_cuda() -> tuple[int, int] | None:
-    """The CUDA version of the driver; None where there is none."""
+    """Returns the CUDA version that the driver supports, or None if there is no driver."""
     try:
         from cuda.bindings import driver
 

@@ -199,7 +199,7 @@ class FourOverSix(_Compared):
         return ops.where(self._four(place), second_magnitude, magnitude)
 
     def _takes_four(self, place: Index, *errors: PerBlock) -> Value:
-        """Whether the scale for vmax / 1.5 leaves the smaller error."""
+        """Returns true where the scale for vmax / 1.5 leaves the smaller error."""
         six, four = (self._without_offset(error(place)) for error in errors)
         ratio = self.scales.ratio(self._second_code(place), self._code(place))
         return ops.lt(self.fp.mul(four, self.fp.mul(ratio, ratio)), six)

@@ -125,7 +125,7 @@ def _mask_of_rows(mask: Any, node: fx.Node) -> fx.Node | None:
 
 
 def is_zero(node: Any) -> bool:
-    """Whether a node is a constant of +0. (-0 has another code.)"""
+    """Returns true for a node that is a constant of +0; -0 has another code."""
     places = {_aten.full.default: 1, _aten.scalar_tensor.default: 0}
     if not isinstance(node, fx.Node) or node.target not in places:
         return False

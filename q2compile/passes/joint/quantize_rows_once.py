@@ -43,10 +43,10 @@ def quantize_rows_once_pass(graph: fx.Graph) -> int:
         q = quantize(x, scheme=S, rowwise)      q = quantize(where(p[:, None], pad(h), 0), ...)
                                                 g = gather_rows(q[0], q[1], z)
 
-    Preconditions: index or gather along rows, through views that leave rows whole and
-    casts, which move with the quantizer; blocks of one row; no random bits, which depend on the
-    place; rows are gathered `_OFTEN` times as often as there are any. Who else reads x still does:
-    the quantizer is cheaper all the same.
+    Preconditions: index or gather along rows, through views that leave rows whole and casts, which
+    move with the quantizer; blocks of one row; no random bits, which depend on the place; rows are
+    gathered `_OFTEN` times as often as there are any. Who else reads x still does: the quantizer is
+    cheaper all the same.
 
     Exact: a quantizer of blocks within rows is a function of each row and of the largest of all,
     and that is the same. A row of zeros has the codes of a row of zeros.

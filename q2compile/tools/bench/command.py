@@ -6,9 +6,8 @@
 
 Prints what it finds and writes the same as a report (report.py), to be sent back. Each group runs
 in a process of its own with a time limit: a kernel that crashes or hangs takes this process with it
-and not the report. A CPU runs its C++ kernels and references at small sizes,
-which shows that they work and nothing about speed. --read prints a report of another machine, and
-what is wrong there.
+and not the report. A CPU runs its C++ kernels and references at small sizes, which shows that they
+work and nothing about speed. --read prints a report of another machine, and what is wrong there.
 """
 
 from __future__ import annotations
